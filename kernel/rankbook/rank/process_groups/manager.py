@@ -144,6 +144,8 @@ class GroupManager:
         self._creation_counts: Counter[str] = Counter()
         self._watcher: DeviceWatcher | None = None
         self._steps = model_reset.StepTracker()
+        # The report of the steps in groups of another number of ranks, until all ranks have compared them.
+        self._earlier_steps: model_reset.StepReport | None = None
         self.restored_from: int | None = None
         """The rank whose weights have replaced those of a step on the results of aborted collectives."""
         self.untrusted: list[Optimizer] = []
@@ -283,12 +285,14 @@ class GroupManager:
         # All ranks have left their cells, so nobody waits in a destroyed group any more.
         self._forget(self._find_destroyed())
         self._destroyed = set()
-        # `fresh` marks a process without a default group: at the start of the cluster, or in place of a dead rank.
+        # `fresh` marks a process without a default group: at the start of the cluster, in place of a dead rank, or
+        # after a change of the number of ranks.
         local_report = {
             "count": c10d._world.group_count,
             "fresh": not dist.is_initialized(),
             "lost": self.lost_device(),
-            "steps": self._report_steps(),
+            # None for a process without an earlier group, which has made no step.
+            "steps": self._report_steps() if dist.is_initialized() else self._earlier_steps,
             "snapshot": protection.next_number() if (protection := loaded_module(_PROTECTION)) is not None else 0,
             "serial": snapshot_files.next_serial,
             # Also what a living rank has not compared yet: a new process does not know of it.
@@ -313,8 +317,7 @@ class GroupManager:
         if (strategies := loaded_module(_STRATEGIES)) is not None:
             strategies.doubt_meshes()
         self._fresh |= {rank for rank, report in enumerate(reports) if report["fresh"]}
-        steps = [None if report["fresh"] else report["steps"] for report in reports]
-        return groups, max(report["count"] for report in reports), steps
+        return groups, max(report["count"] for report in reports), [report["steps"] for report in reports]
 
     def _exchange(self, what: str, report: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the reports of all ranks under this name, in the order of the ranks. Once in a generation.
@@ -385,6 +388,7 @@ class GroupManager:
                 continue
             name = "an optimizer" if index is None else type(optimizers[index]).__name__
             self.notes.append(f"{name}: {difference}: {difference.consequence}")
+        self._earlier_steps = None
         self._steps.note_compared()  # another regroup may come before the next cell
 
     def _mend_statistics(self, reports: list[model_reset.StepReport | None]) -> None:
@@ -452,6 +456,8 @@ class GroupManager:
 
     def _enter_world(self, world_size: int) -> None:
         """Destroy all groups, which are those of another number of ranks."""
+        if dist.is_initialized():
+            self._earlier_steps = self._report_steps()
         self._launched_in_forgotten += self._creation_log.total
         self._launched_in_forgotten += sum(member.group.log.total for member in self._foreground().values())
         self.leave()
