@@ -221,6 +221,17 @@ def test_a_static_graph_is_reduced_after_heal(cluster):
     assert cluster.run("print([gradients_are_equal() for _ in range(3)])").stdout[1] == "[True, True, True]\n"
 
 
+def test_an_optimizer_with_other_parameters_beside_those_of_a_replica_is_named(cluster):
+    cluster.run(
+        "make(DistributedDataParallel)\nof_rank = torch.nn.Parameter(torch.zeros(1))\n"
+        "optimizer.add_param_group({'params': [of_rank]})\nstep()"
+    )
+    with pytest.raises(CellError, match="stopped"):
+        cluster.run("backward()\nif rank == 0: fail()\noptimizer.step()\ndist.barrier()", timeout=30)
+    text = "(0 on rank 0, 1 on rank 1): the weights of the ranks differ: broadcast those of one rank"
+    assert text in cluster.run("pass", timeout=30).stderr[0]
+
+
 def test_an_optimizer_whose_state_is_divided_is_not_copied(cluster):
     cluster.run(
         "from torch.distributed.optim import ZeroRedundancyOptimizer\n"

@@ -31,7 +31,7 @@ def tracker() -> StepTracker:
 
 def report(*suspect: int, optimizers: tuple[int, ...] = (1, 2)) -> StepReport:
     return StepReport(
-        optimizers=list(optimizers), suspect=list(suspect), was_cut=bool(suspect), replicated=[], sharded=[],
+        optimizers=list(optimizers), suspect=list(suspect), was_cut=bool(suspect), replicated=[], mixed=[], sharded=[],
         statistics=[], steps=[0] * len(optimizers), unfinished=[], schedules=[(0, 0)] * len(optimizers),
     )  # fmt: skip
 

@@ -126,16 +126,18 @@ def _with_hooks(original: Callable[..., None]) -> Callable[..., None]:
 class StepReport(TypedDict):
     """The optimizers of a rank: a checksum of each, and the indices of those with a step that may be wrong.
 
-    `replicated`: the indices of those whose parameters DDP keeps equal on all ranks, and `sharded` of those with
-    shards. `was_cut`: a collective of the rank was aborted while its device had not finished it. `statistics`: the
-    checksums of the models in `models_with_statistics`. `steps`: the steps of each optimizer in the last cell, and
-    `unfinished` the indices of those whose last step has not ended. `schedules`: how far the plain schedulers and the
-    gradient scaler of each have come, as a number that grows, and their checksum.
+    `replicated`: the indices of those whose parameters DDP keeps equal on all ranks, `mixed` of those with such
+    parameters and others, and `sharded` of those with shards. `was_cut`: a collective of the rank was aborted while its
+    device had not finished it. `statistics`: the checksums of the models in `models_with_statistics`. `steps`: the
+    steps of each optimizer in the last cell, and `unfinished` the indices of those whose last step has not ended.
+    `schedules`: how far the plain schedulers and the gradient scaler of each have come, as a number that grows, and
+    their checksum.
     """
 
     optimizers: list[int]
     suspect: list[int]
     replicated: list[int]
+    mixed: list[int]
     sharded: list[int]
     was_cut: bool
     statistics: list[int]
@@ -240,6 +242,7 @@ class StepTracker:
             optimizers=checksums,
             suspect=_indices(optimizers, lambda each: since is not None and self._began[each] >= since),
             replicated=_indices(optimizers, lambda each: all(id(param) in names for param in _parameters_of(each))),
+            mixed=_indices(optimizers, lambda each: len({id(param) in names for param in _parameters_of(each)}) > 1),
             sharded=_indices(optimizers, _is_sharded),
             was_cut=since is not None,
             statistics=[checksum for checksum, _ in models_with_statistics()],
@@ -372,14 +375,15 @@ class StepDifference(NamedTuple):
 
     `indices` are those of the optimizer in the reports, by rank, and None for a new process; all of them are None if it
     is not known which optimizers of the ranks belong together. `steps` are the numbers of its steps by rank, and `cut`
-    the ranks on which a step has not ended. `replicated`: DDP keeps its parameters equal on all ranks. `sharded`: they
-    are shards. `schedules` are those of the reports, by rank.
+    the ranks on which a step has not ended. `replicated`: DDP keeps its parameters equal on all ranks, and `mixed`:
+    some of them. `sharded`: they are shards. `schedules` are those of the reports, by rank.
     """
 
     indices: tuple[int | None, ...]
     steps: dict[int, int]
     cut: tuple[int, ...]
     replicated: bool
+    mixed: bool
     sharded: bool
     schedules: dict[int, tuple[int, int]]
 
@@ -414,7 +418,7 @@ class StepDifference(NamedTuple):
             return f"all ranks continue with the weights and the optimizer state of rank {source}"
         if self.sharded:
             return "the shards are from different steps now: load a checkpoint"
-        if not self.replicated:
+        if not (self.replicated or self.mixed):
             return ""
         if len(self.cut) == len(self.steps):
             return "the weights are partly those of the step: load a checkpoint, or make them again"
@@ -476,7 +480,8 @@ def _compare(
     for rank, own in places.items():
         progress, checksum = reports[rank]["schedules"][own[0]] if own else (0, 0)
         schedules[rank] = (progress, checksum)
-    return StepDifference(indices, steps, cut, replicated, sharded, schedules)
+    mixed = any(not set(own).isdisjoint(report["mixed"]) for own, report in owners)
+    return StepDifference(indices, steps, cut, replicated, mixed, sharded, schedules)
 
 
 def replicated_on_all(reports: Sequence[StepReport | None]) -> set[int]:
