@@ -17,6 +17,7 @@ from rankbook.launch.placement import DEVICES
 from rankbook.widgets.output_panel import VIEWS
 
 _HELP = ("-h", "--help")
+_NEGATIVE = re.compile(r"-\d")
 # argparse passes only a text to `error`, so the rejected words are taken from that text.
 _UNRECOGNIZED = re.compile(r"unrecognized arguments: (.*)", re.DOTALL)
 _INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)'")
@@ -338,7 +339,14 @@ def _split(prog: str, line: str) -> list[str]:
             words.append(word)
     except ValueError as error:
         raise InvalidArgument(f"{prog}: {error}") from error
-    return words
+    joined: list[str] = []
+    for word in words:
+        # The last ranks, as `-r -2:`, which argparse would take for an option.
+        if _NEGATIVE.match(word) and joined and joined[-1] in {"--ranks", "-r"}:
+            joined[-1] = f"--ranks={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def complete(

@@ -68,6 +68,7 @@ def test_every_line_is_parsed_into_a_new_namespace():
         ("--ranks 0,2-3", "ranks", "0,2-3"),
         ("--ranks=0:4:2", "ranks", "0:4:2"),
         ("-r main", "ranks", "main"),
+        ("-r -2: --quiet", "ranks", "-2:"),
         ("--ranks all", "ranks", "all"),
         ("--ranks '0, 2'", "ranks", "0, 2"),
         ("--ranks 0   # only the first", "ranks", "0"),
