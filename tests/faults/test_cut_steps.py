@@ -266,6 +266,18 @@ def test_a_step_that_the_number_watch_has_refused_is_none(cluster):
     assert not any(outcome.stderr.values())
 
 
+def test_the_number_watch_sees_the_same_steps_on_a_rank_that_never_had_an_object_of_the_base(cluster):
+    cluster.run("torch.optim.Adam(net.parameters())")  # torch gives a class its hooks with the first object
+    cluster.restart(1)
+    cluster.heal(1)
+    cluster.watch_numbers("nan")
+    try:
+        outcome = cluster.run(CHECK, timeout=30)
+    finally:
+        cluster.watch_numbers("off")
+    assert outcome.stdout == ON_ALL
+
+
 def test_an_interrupt_during_a_step_is_raised_after_it(cluster, tmp_path):
     gate = Gate(tmp_path / "gate")
     # A rank that waits for the file is not done with its step when the interrupt has reached it.

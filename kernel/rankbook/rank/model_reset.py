@@ -40,6 +40,7 @@ from rankbook import step_interrupts
 from rankbook.errors import CollectiveAborted
 from rankbook.lazy_imports import loaded_module
 from rankbook.ranks import name_ranks
+from rankbook.transport.serialization import hook_step
 
 _models: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _STATES = "torch.distributed.fsdp._fully_shard._fsdp_state"
@@ -162,6 +163,7 @@ class StepTracker:
         if _tracker is None:
             register_optimizer_step_pre_hook(_before_step)
             register_optimizer_step_post_hook(_after_step)
+            _hook_optimizers()
             GradScaler.step = _with_deferral(GradScaler.step)  # type: ignore[method-assign]
             GradScaler.update = _with_delivery(GradScaler.update)  # type: ignore[method-assign]
         _tracker = self
@@ -271,6 +273,18 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     if _tracker is not None and not torch.compiler.is_compiling():
         _tracker.end_step(optimizer)
+
+
+def _hook_optimizers() -> None:
+    """Make the steps of all of torch's optimizers call the global hooks.
+
+    torch does it when the first object of a class is made. A class of the user whose `step` calls its base's would call
+    other hooks on a rank that never had such an object, as after heal: the number watch has a collective in them.
+    """
+    for kind in vars(torch.optim).values():
+        is_optimizer = isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+        if is_optimizer and not getattr(kind.step, "hooked", False):
+            kind.step = hook_step(kind.step)
 
 
 def _with_deferral(step: Callable[..., Any]) -> Callable[..., Any]:
