@@ -310,6 +310,50 @@ def test_a_loader_that_cannot_continue_its_epoch_is_named(cluster):
     assert "the loader starts epoch 0 anew: it was saved with 2 ranks" in str(cluster.resize(3))
 
 
+SPECIAL_MODEL = """
+import threading
+from torch.nn.utils.parametrizations import weight_norm
+
+class Locked(torch.nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.lock = threading.Lock()
+
+    def __getstate__(self):
+        return {name: value for name, value in super().__getstate__().items() if name != "lock"}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.lock = threading.Lock()
+
+    def forward(self, x):
+        with self.lock:
+            return super().forward(x)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.recurrent, self.locked = torch.nn.LSTM(8, 12, batch_first=True), Locked(12, 6)
+        self.normed = weight_norm(torch.nn.Linear(6, 7))
+
+    def forward(self, x):
+        return self.normed(self.locked(self.recurrent(x[:, None])[0][:, 0]))
+"""
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_modules_that_cannot_be_pickled_as_they_are_come_along(cluster, layout):
+    model, preparation = MODEL.split("AcceleratorState._reset_state()")
+    made = model + SPECIAL_MODEL + "AcceleratorState._reset_state()" + preparation
+    cluster.run(made.replace("ACCELERATOR", LAYOUTS[layout]).replace("SAMPLES", str(SAMPLES)))
+    cluster.run("train(2)\nkept = weights_of(net)")
+    assert "not copied" not in str(cluster.resize(3, timeout=60))
+    cluster.run("equal = is_equal(kept, weights_of(net))\ntrain(2)\nsum = sum(map(torch.sum, weights_of(net))).item()")
+    assert cluster.pull("equal") == [True] * 3
+    assert len(set(cluster.pull("sum"))) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", [2], indirect=True)
 def test_a_whole_model_beside_a_sharded_one_comes_along(cluster):

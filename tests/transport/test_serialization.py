@@ -541,6 +541,20 @@ def test_an_object_that_comes_back_leaves_its_class_as_it_is(store, monkeypatch)
     assert Counter.count == 5
 
 
+def test_a_class_that_comes_back_is_not_entered_into_a_registry_again(store):
+    registry = {}
+
+    class Base:
+        def __init_subclass__(cls):
+            registry[cls.__name__] = cls
+
+    class Entered(Base):
+        pass
+
+    assert type(open_packed(pack(Entered(), store=store), store)) is Entered
+    assert registry == {"Entered": Entered}
+
+
 def each_reduction(value):
     return type, (), value.count, None, None, lambda made, count: setattr(made, "count", count)
 

@@ -17,6 +17,7 @@ other children of multiprocessing.
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import ctypes
 import enum
 import functools
@@ -241,6 +242,8 @@ class _PayloadPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle
             return hook_step, (vars(value)["__wrapped__"],)
         if type(value) is functools.cached_property:  # before Python 3.12 it has a lock, which cannot be pickled
             return make_cached_property, (value.func, value.attrname)
+        if is_parametrized(value):
+            return copyreg.__newobj__, (type(value),), vars(value)  # type: ignore[attr-defined]
         # A code object is the part of a function that names its file. cloudpickle's own reduction is extended, so that
         # classes, closures and nested functions are covered as well.
         if isinstance(value, types.CodeType):
@@ -268,7 +271,18 @@ def reduce_class(value: type, reduction: tuple[Any, ...], *, for_new_rank: bool)
         # cloudpickle leaves them out, so that the copy's objects have a `__dict__`, and state of another form.
         kind, name, bases, keywords, *others = arguments
         arguments = (kind, name, bases, {**keywords, "__slots__": slots}, *others)
-    return make, arguments, (set_content, content, is_here and for_new_rank), *nothing, set_class_content
+    return make_class, (make, *arguments), (set_content, content, is_here and for_new_rank), *nothing, set_class_content
+
+
+def make_class(make: Callable[..., type], *arguments: Any) -> type:  # noqa: ANN401 - cloudpickle's
+    """Return a class that has arrived: the one that this process has already, or a new one without attributes.
+
+    cloudpickle makes a new one first, and then looks for the other. To make one runs `__init_subclass__` of the bases,
+    which may enter it into a registry.
+    """
+    # The identity of a class is the last argument but one of the functions that make a class and an enum.
+    known = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", {}).get(arguments[-2])
+    return make(*arguments) if known is None else known
 
 
 def set_class_content(value: type, state: tuple[Callable[[type, object], object], object, bool]) -> type:
@@ -308,6 +322,15 @@ def is_value_class(value: object) -> TypeGuard[type]:
     if own.get("__module__") != "__main__":
         return False
     return issubclass(type(value), enum.EnumMeta) or "__dataclass_fields__" in own or "_field_defaults" in own
+
+
+def is_parametrized(value: object) -> bool:
+    """Return True for a module with parametrizations, such as `weight_norm`.
+
+    torch gives it a class of its own whose `__getstate__` raises an error, because pickle sends no class by value.
+    """
+    kind = type(value)
+    return kind.__module__ == "torch.nn.utils.parametrize" and kind.__name__.startswith("Parametrized")
 
 
 def is_hooked_step(function: types.FunctionType) -> bool:

@@ -158,7 +158,13 @@ class ModelPickling:
             *(contract.__globals__["STATE_KEY"], contract.__globals__["REGISTRY_KEY"], *FSDP_ATTRIBUTES),
             *("_rankbook_tp_hooks", "_compiled_call_impl"),
         }
-        state = {name: value for name, value in vars(module).items() if name not in left_out}
+        # A class may leave out what cannot be sent, such as a lock. That of a parametrized module raises an error.
+        own: Any = None if nn.utils.parametrize.is_parametrized(module) else module.__getstate__()
+        values = own if isinstance(own, dict) else vars(module)
+        state = {name: value for name, value in values.items() if name not in left_out}
+        if isinstance(module, nn.RNNBase):  # lists of its parameters, which its `_apply` makes anew
+            state.pop("_flat_weight_refs", None)
+            state["_flat_weights"] = [None] * len(module._flat_weights_names)
         state["_parameters"] = {
             name: self._layouts.get(id(parameter), parameter) for name, parameter in module._parameters.items()
         }
@@ -240,13 +246,13 @@ def _new_module(kind: type[nn.Module]) -> nn.Module:
 
 
 def _complete_module(module: nn.Module, sent: tuple[dict[str, Any], None]) -> None:
-    module.__dict__.update(sent[0])
+    module.__setstate__(sent[0])
 
 
 def _complete_model(model: nn.Module, sent: tuple[dict[str, Any], _Sharding]) -> None:
     """Shard the model on this rank. All of its modules are complete."""
     state, sharding = sent
-    model.__dict__.update(state)
+    model.__setstate__(state)
     process = PartialState()
     setup = replace(sharding.setup, device=process.device, process_index=process.process_index)
     strategy: Any = sharding.strategy(setup)
