@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -628,6 +629,30 @@ def test_names_are_those_that_python_stores(two):
     assert two.pull("\ufb01t") == two.pull("fit") == [7, 7]
     two.scatter("\u00b5", [1, 2])
     assert two.pull("\u03bc") == [1, 2]
+
+
+def test_autoreload_loads_modules_anew_for_calls_and_pushed_values(two, tmp_path, monkeypatch):
+    path = tmp_path / "edited_module.py"
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def edit(text: str, seconds: int) -> None:
+        path.write_text(f"class Net:\n    def text(self): return {text!r}\ndef text(): return {text!r}\n")
+        os.utime(path, (seconds, seconds))
+
+    edit("old", 1_000_000_000)
+    edited = importlib.import_module("edited_module")
+    two.run(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n%load_ext autoreload\n%autoreload 2")
+    try:
+        two.push({"net": edited.Net()})
+        assert two.apply(edited.text) == ["old", "old"]
+        edit("new", 1_000_000_100)
+        assert two.apply(edited.text) == ["new", "new"]
+        edit("newer", 1_000_000_200)
+        two.push({"net": edited.Net()})
+        assert two.run("print(net.text())").stdout == {0: "newer\n", 1: "newer\n"}
+    finally:
+        two.run("%autoreload 0\nsys.path.pop(0)\ndel sys.modules['edited_module'], net")
+        del sys.modules["edited_module"]
 
 
 def test_scatter_of_another_number_of_values_says_both_numbers(two):

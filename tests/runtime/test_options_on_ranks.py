@@ -419,6 +419,38 @@ def test_gradients_that_are_still_summands_are_clipped_like_their_sum():
         assert norm == pytest.approx(expected, rel=1e-4) and difference < 1e-5
 
 
+def largest_gradients():
+    """Return the largest gradient under FSDP2, that of one process, and the norm with a NaN on one rank."""
+    import copy
+
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from rankbook import Accelerator, FullyShardedDataParallelPlugin
+
+    torch.manual_seed(0)
+    raw, batch = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(2, 4)
+    single = copy.deepcopy(raw)
+    single(batch).square().sum().backward()
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    model = accelerator.prepare(raw)
+    accelerator.backward(model(batch).square().sum())
+    largest = float(accelerator.clip_grad_norm_(model.parameters(), 1e-3, norm_type=math.inf))
+    clipped = float(accelerator.clip_grad_norm_(model.parameters(), 1e9, norm_type=math.inf))
+    if dist.get_rank() == 1:
+        raw[0].weight.grad.to_local()[0, 0] = math.nan
+    unknown = float(accelerator.clip_grad_norm_(model.parameters(), math.inf, norm_type=math.inf))
+    return largest, float(nn.utils.clip_grad_norm_(single.parameters(), math.inf, math.inf)), clipped, unknown
+
+
+def test_the_largest_gradient_is_found_where_a_rank_has_no_part_of_a_parameter():
+    for largest, expected, clipped, unknown in run_ranks(largest_gradients):
+        assert largest == pytest.approx(expected)
+        assert clipped == pytest.approx(1e-3, rel=1e-2)
+        assert math.isnan(unknown)
+
+
 def norms_while_accumulating():
     """Return the norms in the first batch of a window under FSDP2, and those of one process."""
     import copy

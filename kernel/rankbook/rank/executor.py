@@ -353,10 +353,12 @@ class Executor:
                     _report_lost_saves(self._cell_files())
             case CallFunction():
                 self._group.begin_cell()
-                function, args, kwargs = self._unpack(message.payload, frames)
-                return pack(function(*args, **kwargs), store=self._segments)
+                with self._shell.reloading():
+                    function, args, kwargs = self._unpack(message.payload, frames)
+                    return pack(function(*args, **kwargs), store=self._segments)
             case Assign():
-                self._shell.user_ns.update(self._unpack(message.payload, frames))
+                with self._shell.reloading():
+                    self._shell.user_ns.update(self._unpack(message.payload, frames))
             case FetchValue():
                 return pack(self._fetch(message.name), store=self._segments)
             case ListState() | ExportState():

@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 from zlib import crc32
@@ -409,6 +410,24 @@ class RankShell(InteractiveShell):
         for error in errors:
             if error is not None:
                 raise error
+
+    @contextlib.contextmanager
+    def reloading(self) -> Iterator[None]:
+        """Let `%autoreload` do for the block what it does for a cell.
+
+        It loads modules anew whose files have changed, and notes the files of modules that the block imports. Other
+        callbacks of IPython's events are for cells, and are not called.
+        """
+        magics = self.magics_manager.registry.get("AutoreloadMagics")
+        if magics is None:
+            yield
+            return
+        # From IPython 9 on with the description of the cell.
+        magics.pre_run_cell(*(None for _ in signature(magics.pre_run_cell).parameters))
+        try:
+            yield
+        finally:
+            magics.post_execute_hook()
 
     def _store_input(self, source: str, number: int) -> None:
         """Store a cell as `In[number]`. The numbers of cells that ran elsewhere have no text."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.tensor import DTensor, Replicate
@@ -392,8 +393,7 @@ def clip_norm(
     # `get_total_norm` of DTensors returns a DTensor that is still to be reduced; `full_tensor` does so on all ranks.
     # The groups are in the order of the parameters, which is the same on all ranks.
     norms = [
-        full_tensor(get_total_norm([_values(tensor.grad) for tensor in group if tensor.grad is not None], norm_type))
-        for group in groups
+        _norm_of([_values(tensor.grad) for tensor in group if tensor.grad is not None], norm_type) for group in groups
     ]
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
     # The scale factor is computed from the norm over all groups, so every rank applies the same one.
@@ -401,6 +401,31 @@ def clip_norm(
         for group in groups:
             clip_grads_with_norm_(group, max_norm, total)
     return total
+
+
+def _norm_of(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the norm of gradients of one layout. A collective for shards."""
+    shards = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    if norm_type != float("inf") or not shards:
+        return full_tensor(get_total_norm(gradients, norm_type))
+    # torch refuses this norm of an empty tensor, as the shards of a small parameter are on some ranks.
+    local = [_without_summands(gradient).to_local() for gradient in shards]
+    dtype = torch.float64 if any(values.dtype == torch.float64 for values in local) else torch.float32
+    largest = [values.abs().max().to(dtype) for values in local if values.numel()]
+    norm = torch.stack(largest).max() if largest else torch.zeros((), dtype=dtype, device=local[0].device)
+    # A backend need not keep NaN in a maximum.
+    found = torch.stack([norm.nan_to_num(float("inf"), float("inf")), norm.isnan().to(dtype)])
+    for axis in range(shards[0].device_mesh.ndim):
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=shards[0].device_mesh.get_group(axis))
+    return torch.where(found[1] > 0, float("nan"), found[0])
+
+
+def _without_summands(gradient: DTensor) -> DTensor:
+    """Return a gradient whose summands on the ranks are added up, as sequence parallelism leaves them."""
+    if not any(placement.is_partial() for placement in gradient.placements):
+        return gradient
+    whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+    return gradient.redistribute(placements=whole)
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
@@ -417,9 +442,7 @@ def clip_values(parameters: Sequence[torch.Tensor], bound: float) -> None:
         gradient = tensor.grad
         if not isinstance(gradient, DTensor):
             continue
-        # Sequence parallelism leaves summands on the ranks, and the clamped summands do not add up to the clamped sum.
-        if any(placement.is_partial() for placement in gradient.placements):
-            whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
-            tensor.grad = gradient = gradient.redistribute(placements=whole)
+        # The clamped summands do not add up to the clamped sum.
+        tensor.grad = gradient = _without_summands(gradient)
         # Elements are independent, so every rank clamps its own shard.
         gradient.to_local().clamp_(-bound, bound)
