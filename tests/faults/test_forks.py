@@ -43,3 +43,32 @@ def test_former_connections_that_are_garbage_are_not_taken_down_in_a_child(noteb
     assert (
         "[0-1] 2.0" in notebook.ok("%%distributed\none = torch.ones(1)\ndist.all_reduce(one)\nprint(one.item())").stdout
     )
+
+
+PRINT = """%%distributed --ranks 0
+import multiprocessing, threading
+has_ended = False
+def keep_printing():
+    while not has_ended:
+        print('a thread of the rank')
+threads = [threading.Thread(target=keep_printing) for _ in range(2)]
+for thread in threads:
+    thread.start()
+codes = []
+try:
+    for _ in range(40):
+        child = multiprocessing.get_context('fork').Process(target=print, args=('a child',))
+        child.start()
+        child.join(10)
+        child.kill()
+        child.join()
+        codes.append(child.exitcode)
+finally:
+    has_ended = True
+    for thread in threads:
+        thread.join()"""
+
+
+def test_a_child_can_print_that_is_forked_while_threads_print(notebook):
+    notebook.ok(PRINT)
+    assert "True" in notebook.ok("%%distributed --ranks 0\nprint(codes == [0] * 40)").stdout

@@ -92,6 +92,9 @@ class OutputCapture:
         self._never = threading.Event()
         # Reentrant: `_send_in_order` of the executor holds it while it calls `drain`.
         self.lock = threading.RLock()
+        # Of Python's buffers, which have locks of their own: a child that is forked while another thread prints would
+        # wait for it in its first `print`. No other lock is taken while it is held.
+        self.stream_lock = threading.RLock()
         self._draining = False
         self._quota = _Quota(0, logs, f"before-the-first-cell-rank-{rank}.log", host)
         self.forked = False
@@ -103,10 +106,17 @@ class OutputCapture:
         # Programs that have replaced the streams restore these.
         sys.__stdout__, sys.__stderr__ = self._streams  # type: ignore[misc]
         builtins.print = print_in_one_write
-        os.register_at_fork(after_in_child=self._become_child)
+        os.register_at_fork(
+            before=self.stream_lock.acquire, after_in_parent=self._end_fork, after_in_child=self._become_child
+        )
+
+    def _end_fork(self) -> None:
+        with contextlib.suppress(RuntimeError):  # an interrupt has ended the wait for it
+            self.stream_lock.release()
 
     def _become_child(self) -> None:
         """Stop capturing in a forked child, such as a DataLoader worker: the rank reads the pipes."""
+        self._end_fork()
         self.forked = True
         self.thread_redirects.clear()  # the capturing widgets belong to the rank
 
@@ -505,13 +515,19 @@ class TurnTakingStream(io.TextIOWrapper):
                 with contextlib.suppress(ValueError):
                     last.flush()
                 self._capture.drain()
-        written = super().write(text)
-        if "\n" not in text and "\r" not in text:
-            self.flush()  # shows a partial line at once, and keeps it if the next statement kills the process
+        with self._capture.stream_lock:
+            written = super().write(text)
+            if "\n" not in text and "\r" not in text:
+                self.flush()  # shows a partial line at once, and keeps it if the next statement kills the process
         if self._drains and time.monotonic() > self._due:  # else a child's stdout, which is read first, overtakes it
             self._capture.drain_if_room()
             self._due = time.monotonic() + _DRAIN_INTERVAL
         return written
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        with self._capture.stream_lock:
+            super().flush()
 
 
 _print = print
