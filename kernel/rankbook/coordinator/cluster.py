@@ -926,6 +926,9 @@ class Cluster(ClusterQueries):
     def push(self, values: Mapping[str, object], *, ranks: RankSelection = None, timeout: float | None = None) -> None:
         """Assign the variables `values` on `ranks`. All ranks read one copy in shared memory.
 
+        A function of the notebook brings copies of the global variables that it uses: what a cell assigns to these
+        names on the ranks later does not reach it. Define functions for the ranks in a cell of theirs.
+
         Example::
 
             cluster.push({"scale": 0.5, "labels": ["cat", "dog"]})
