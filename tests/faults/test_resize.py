@@ -354,6 +354,17 @@ def test_modules_that_cannot_be_pickled_as_they_are_come_along(cluster, layout):
     assert len(set(cluster.pull("sum"))) == 1
 
 
+@pytest.mark.parametrize("cluster", [2], indirect=True)
+def test_a_sharded_model_that_new_ranks_cannot_get_is_refused_before_anything_changes(cluster):
+    prepare(cluster, "fsdp")
+    cluster.run("train(2)\nimport threading\nnet.lock = threading.Lock()\nkept = weights_of(net)")
+    with pytest.raises(InvalidArgument, match=r"new ranks cannot get the sharded model .*lock.*nothing has changed"):
+        cluster.resize(3)
+    cluster.run("equal = is_equal(kept, weights_of(net))\ntrain(1)")
+    assert cluster.pull("equal") == [True] * 2
+    assert "from 2 to 1 rank" in str(cluster.resize(1))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", [2], indirect=True)
 def test_a_whole_model_beside_a_sharded_one_comes_along(cluster):

@@ -856,7 +856,19 @@ class ResizeCheck(TypedDict):
     sharing: int
 
 
-def check_resize(namespace: Mapping[str, Any], hidden: Mapping[str, Any], world_size: int) -> ResizeCheck:
+def _find_unsendable(namespace: dict[str, Any]) -> str:
+    """Return why new ranks cannot get a sharded model: its shards would be lost with the resize. Mostly nothing."""
+    from rankbook.runtime.strategies.transfer import sharded_models
+
+    names = {id(value): name for name, value in namespace.items() if isinstance(value, torch.nn.Module)}
+    models = {names.get(id(raw), type(raw).__name__): raw for _, raw in sharded_models().values()}
+    if not models:
+        return ""
+    problems = check_pickling(models, _Reducer(namespace, with_data=False, shards=Shards(handed_over=True)))
+    return "; ".join(f"new ranks cannot get the sharded model {name}: {text}" for name, text in problems.items())
+
+
+def check_resize(namespace: dict[str, Any], hidden: Mapping[str, Any], world_size: int) -> ResizeCheck:
     """Describe this rank for a change to `world_size` ranks. Changes nothing."""
     # Imported here, because it imports hundreds of modules, which most ranks never need.
     from torch.distributed.tensor import DTensor
@@ -881,7 +893,11 @@ def check_resize(namespace: Mapping[str, Any], hidden: Mapping[str, Any], world_
     if _RUNTIME in sys.modules:
         from rankbook.runtime import protection, resize
 
-        answer["problem"] = resize.find_problem(world_size) or _find_unmovable(namespace, resize.prepared_modules())
+        answer["problem"] = (
+            resize.find_problem(world_size)
+            or _find_unmovable(namespace, resize.prepared_modules())
+            or (_find_unsendable(namespace) if world_size > dist.get_world_size() else "")
+        )
         if answer["problem"]:
             return answer
         answer["size"] = resize.bytes_to_hand_over()

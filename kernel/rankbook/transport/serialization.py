@@ -90,7 +90,7 @@ def pack(
     except MemoryError as error:
         raise TransferError("cannot send the value: not enough memory to pickle it") from error
     except Exception as error:
-        raise TransferError(explain_pickle_error(value, names, error, _attempt)) from error
+        raise TransferError(explain_pickle_error(value, names, error, reduce)) from error
     if store is None:
         return _pack_in_frames(pickled.buffers)
     # The pickle itself goes into the file only if it is large, the out-of-band buffers all together or not at all.
@@ -116,7 +116,7 @@ def pickle_error(value: object, *, name: str, reduce: Reduce | None = None) -> s
     error = _attempt(value, reduce)
     if error is None:
         return None
-    return str(error) if isinstance(error, TransferError) else explain_pickle_error(value, (name,), error, _attempt)
+    return str(error) if isinstance(error, TransferError) else explain_pickle_error(value, (name,), error, reduce)
 
 
 def unpack(payload: Payload, frames: Sequence[Bytes], *, unlink: bool, folder: Path) -> Any:  # noqa: ANN401 - any value
@@ -458,13 +458,10 @@ _FUNCTIONS = (types.FunctionType, classmethod, staticmethod, property)
 _PATH_SEPARATORS = ("[", ".", "'")  # labels that begin so are appended to the path; any other label starts a new path
 _END = object()
 
-Attempt = Callable[[object], BaseException | None]
-"""Pickles a value to nowhere and returns the exception, if any."""
 
-
-def explain_pickle_error(value: object, names: Sequence[str], error: BaseException, attempt: Attempt) -> str:
+def explain_pickle_error(value: object, names: Sequence[str], error: BaseException, reduce: Reduce | None) -> str:
     """Return the error message: the value, the part that cannot be pickled, the path to it, and the reason."""
-    part = _find_unpicklable(value, names, error, attempt)
+    part = _find_unpicklable(value, names, error, reduce)
     kind = type(part.value)
     type_name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     path = part.path
@@ -490,14 +487,16 @@ class _UnpicklablePart:
     sure: bool
 
 
-def _find_unpicklable(value: object, names: Sequence[str], error: BaseException, attempt: Attempt) -> _UnpicklablePart:
+def _find_unpicklable(
+    value: object, names: Sequence[str], error: BaseException, reduce: Reduce | None
+) -> _UnpicklablePart:
     """Descend into the value as long as some part of it cannot be pickled on its own.
 
     Every step is a dry-run pickle, so their number, the depth and the time are limited.
     """
     name = names[0] if len(names) == 1 else ""
     path, trail = name or "value", [value]
-    components = _named_components(value, names)
+    components = _named_components(value, names, reduce)
     # A search from the outside to the inside. In every round, the parts of the value that failed are pickled one by
     # one; the first part that fails becomes the value of the next round. If all parts succeed alone, the value itself
     # is at fault.
@@ -509,28 +508,28 @@ def _find_unpicklable(value: object, names: Sequence[str], error: BaseException,
         if len(trail) > _MAX_LEVELS or time.monotonic() > deadline:
             break
         # A value that contains itself would lead the search in a circle.
-        if any(component is ancestor for ancestor in trail) or (caught := attempt(component)) is None:
+        if any(component is ancestor for ancestor in trail) or (caught := _attempt(component, reduce)) is None:
             continue
         if label[:1] in _PATH_SEPARATORS:
             path += label
         else:
             name = path = label
-        error, components = caught, _components(component)
+        error, components = caught, _components(component, reduce)
         trail.append(component)
     return _UnpicklablePart(name, path, trail[-1], error, sure=False)
 
 
-def _named_components(value: object, names: Sequence[str]) -> Iterator[tuple[str, object]]:
+def _named_components(value: object, names: Sequence[str], reduce: Reduce | None) -> Iterator[tuple[str, object]]:
     """Yield the parts of the whole value, by the user's names where possible."""
     if len(names) > 1 and isinstance(value, tuple) and len(value) == len(names):
         return iter(zip(names, value, strict=True))
     # The values of a push, whose keys are the names of the variables.
     if not names and type(value) is dict and all(isinstance(key, str) and key.isidentifier() for key in value):
         return iter(value.items())
-    return _components(value)
+    return _components(value, reduce)
 
 
-def _components(value: object) -> Iterator[tuple[str, object]]:
+def _components(value: object, reduce: Reduce | None) -> Iterator[tuple[str, object]]:
     """Yield the parts into which pickle would take `value`, with the label to append to the path."""
     if type(value) is dict:
         # Copies of the containers: pickling a part runs user code, which may change them.
@@ -553,7 +552,7 @@ def _components(value: object) -> Iterator[tuple[str, object]]:
         attributes = sorted(vars(value).items(), key=lambda entry: isinstance(entry[1], _FUNCTIONS))
         yield from ((f".{name}", item) for name, item in attributes)
     else:
-        yield from _reduced_components(value)
+        yield from _reduced_components(value, reduce)
 
 
 def _variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
@@ -571,10 +570,12 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
     yield from {**(function.__kwdefaults__ or {}), **vars(function)}.items()
 
 
-def _reduced_components(value: object) -> Iterator[tuple[str, object]]:
+def _reduced_components(value: object, reduce: Reduce | None) -> Iterator[tuple[str, object]]:
     try:
         # What pickle would take the value apart into: constructor, arguments, state, list items, dict items.
-        reduction = value.__reduce_ex__(PROTOCOL)
+        reduction = reduce(value) if reduce is not None else NotImplemented
+        if reduction is NotImplemented:
+            reduction = value.__reduce_ex__(PROTOCOL)
     except KeyboardInterrupt:
         raise
     except BaseException:  # noqa: BLE001 - reported already: pickling `value` raised it, SystemExit perhaps
