@@ -282,6 +282,162 @@ def test_hooks_may_save_a_model_themselves_and_their_files_remain(tmp_path):
     assert (model[0].weight == 7).all()
 
 
+def with_hooks(folder):
+    """Return an accelerator with a counter, and a hook that writes the counter's value to a file."""
+    accelerator, counter, passed = Accelerator(), Counter(1), []
+    accelerator.register_for_checkpointing(counter)
+
+    def hook(models, states, where):
+        passed.append(where)
+        (Path(where) / "part").mkdir()
+        for name in ("value", "part/value"):
+            (Path(where) / name).write_text(str(counter.value))
+
+    accelerator.register_save_state_pre_hook(hook)
+    assert accelerator.save_state(folder) == str(folder)
+    return accelerator, counter, passed
+
+
+def saved(accelerator, folder, async_):
+    """Save, and return the folder, or the name of what was saved in the background."""
+    return accelerator.save_state(folder, async_=True).wait(20).name if async_ else accelerator.save_state(folder)
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_files_of_hooks_stay_as_they_were_if_the_save_fails(tmp_path, monkeypatch, async_):
+    accelerator, counter, _ = with_hooks(tmp_path / "state")
+    write = LocalStorage.write
+
+    def fail(storage, path, parts):
+        if path.endswith("manifest.json"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        return write(storage, path, parts)
+
+    counter.value = 2
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStorage, "write", fail)
+        with pytest.raises(CheckpointError, match="existing checkpoints are unchanged"):
+            saved(accelerator, tmp_path / "state", async_)
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    accelerator.load_state(tmp_path / "state")
+    files = [tmp_path / "state" / "value", tmp_path / "state" / "part" / "value"]
+    assert (counter.value, [file.read_text() for file in files]) == (1, ["1", "1"])
+    counter.value = 3
+    saved(accelerator, tmp_path / "state", async_)
+    assert [file.read_text() for file in files] == ["3", "3"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_files_of_hooks_stay_as_they_were_if_a_later_hook_fails(tmp_path, error):
+    accelerator, counter, _ = with_hooks(tmp_path / "state")
+
+    def fail(*_):
+        raise error("in the hook")
+
+    accelerator.register_save_state_pre_hook(fail)
+    counter.value = 2
+    with pytest.raises(error, match="in the hook"):
+        accelerator.save_state(tmp_path / "state")
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    assert (tmp_path / "state" / "value").read_text() == "1"
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_files_of_hooks_replace_those_of_the_same_names_and_the_others_stay(tmp_path, async_):
+    accelerator, counter, passed = with_hooks(tmp_path / "state")
+    for name in ("mine", "part/mine", "replaced"):
+        (tmp_path / "state" / name).write_text("valuable")
+
+    def hook(models, states, where):
+        assert (Path(where) / "value").read_text() == "2", "what the hook before has written"
+        (Path(where) / "replaced").mkdir()
+
+    accelerator.register_save_state_pre_hook(hook)
+    loaded_from = []
+    accelerator.register_load_state_pre_hook(lambda _models, where: loaded_from.append(where))
+    counter.value = 2
+    assert saved(accelerator, tmp_path / "state", async_) == ("state" if async_ else str(tmp_path / "state"))
+    texts = {name: (tmp_path / "state" / name).read_text() for name in ("value", "part/value", "mine", "part/mine")}
+    assert texts == {"value": "2", "part/value": "2", "mine": "valuable", "part/mine": "valuable"}
+    assert (tmp_path / "state" / "replaced").is_dir()
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    assert len(set(passed)) == 1 and Path(passed[0]).parent == tmp_path
+    accelerator.load_state(tmp_path / "state")
+    assert loaded_from == [str(tmp_path / "state")]
+
+
+@pytest.mark.parametrize("has_hooks", [False, True])
+def test_files_of_hooks_that_a_killed_save_has_left_are_removed_by_the_next_one(tmp_path, has_hooks):
+    _, _, passed = with_hooks(tmp_path / "state")
+    Path(passed[0]).mkdir()
+    (Path(passed[0]) / "left").write_text("from the killed save")
+    accelerator = with_hooks(tmp_path / "state")[0] if has_hooks else Accelerator()
+    accelerator.save_state(tmp_path / "state")
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    assert not (tmp_path / "state" / "left").exists()
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_a_hook_that_writes_a_file_of_the_checkpoint_fails_the_save(tmp_path, async_):
+    accelerator, _, _ = with_hooks(tmp_path / "state")
+    before = (tmp_path / "state" / "metadata.json").read_bytes()
+    accelerator.register_save_state_pre_hook(lambda _models, _states, where: Path(where, "metadata.json").touch())
+    with pytest.raises(CheckpointError, match=r"a save hook has written metadata.json.*nothing was replaced"):
+        saved(accelerator, tmp_path / "state", async_)
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    assert (tmp_path / "state" / "metadata.json").read_bytes() == before
+
+
+def test_files_of_hooks_of_a_save_that_begins_in_the_background_are_not_taken_for_left_ones(tmp_path, monkeypatch):
+    accelerator, counter, _ = with_hooks(tmp_path / "state")
+    gate, begin = threading.Event(), training_checkpoint.Folder.begin
+
+    def wait_and_begin(location):
+        assert gate.wait(20)
+        return begin(location)
+
+    def wait_for_saves():
+        gate.set()
+        return async_save.wait_for_saves(20)
+
+    monkeypatch.setattr(training_checkpoint.Folder, "begin", wait_and_begin)
+    monkeypatch.setattr(training_checkpoint, "wait_for_saves", wait_for_saves)
+    counter.value = 2
+    handle = accelerator.save_state(tmp_path / "state", async_=True)
+    counter.value = 3
+    accelerator.save_state(tmp_path / "state")
+    assert handle.wait(20).name == "state"
+    assert (tmp_path / "state" / "value").read_text() == "3"
+
+
+def test_background_save_that_fails_does_not_remove_the_files_of_the_hooks_of_the_next_one(tmp_path, monkeypatch):
+    accelerator, counter, passed = with_hooks(tmp_path / "state")
+    claimed, gate, write = threading.Event(), threading.Event(), LocalStorage.write
+
+    def wait_and_fail(storage, path, parts):
+        if ".owner" in path:
+            return write(storage, path, parts)
+        claimed.set()
+        assert gate.wait(20)
+        raise OSError("the disk is full")
+
+    def hook(*_):
+        monkeypatch.undo()
+        gate.set()
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            handle.wait(20)
+        assert (Path(passed[0]) / "value").read_text() == "3"
+
+    monkeypatch.setattr(LocalStorage, "write", wait_and_fail)
+    counter.value = 2
+    handle = accelerator.save_state(tmp_path / "state", async_=True)
+    assert claimed.wait(20)
+    accelerator.register_save_state_pre_hook(hook)
+    counter.value = 3
+    accelerator.save_state(tmp_path / "state")
+    assert (tmp_path / "state" / "value").read_text() == "3"
+
+
 def test_a_hook_may_load_a_model_itself_and_the_optimizers_state_and_the_other_models_come_back(tmp_path):
     def prepared(seed):
         accelerator = Accelerator()

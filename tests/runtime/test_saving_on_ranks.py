@@ -290,6 +290,56 @@ def test_a_hook_may_save_a_model_on_the_main_process_only(tmp_path):
     assert run_ranks(a_hook_of_the_main_process, 2, str(tmp_path / "state")) == [([], True, True)] * 2
 
 
+def hooks_of_ranks(folder, async_):
+    """Save with hooks of all ranks, with one of rank 1 only, and with one that fails there. Return the texts."""
+    from rankbook.runtime import Accelerator
+
+    accelerator, value = Accelerator(), 1
+    rank = accelerator.process_index
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    texts = []
+
+    def write(models, states, where):
+        (Path(where) / f"rank-{rank}").write_text(str(value))
+
+    def fail(*_):
+        raise InvalidArgument("the hook does not want to")
+
+    def save():
+        saving = accelerator.save_state(folder, async_=async_)
+        if async_:
+            saving.wait(60)
+
+    def note():
+        accelerator.wait_for_everyone()
+        texts.append([(Path(folder) / f"rank-{number}").read_text() for number in range(2)])
+        texts.append([path.name for path in Path(folder).parent.iterdir()])
+        accelerator.wait_for_everyone()
+
+    handle = accelerator.register_save_state_pre_hook(write)
+    save()
+    note()
+    if rank == 0:
+        handle.remove()
+    value = 2
+    save()
+    note()
+    if rank == 1:
+        accelerator.register_save_state_pre_hook(fail)
+    value = 3
+    with pytest.raises(InvalidArgument, match="the hook does not want to"):
+        save()
+    note()
+    assert model is not None
+    return texts
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_files_of_the_hooks_of_all_ranks_are_saved_together_or_not_at_all(tmp_path, async_):
+    expected = [["1", "1"], ["state"], ["1", "2"], ["state"], ["1", "2"], ["state"]]
+    assert run_ranks(hooks_of_ranks, 2, str(tmp_path / "state"), async_) == [expected] * 2
+
+
 def test_save_and_load_errors_of_one_rank_are_raised_on_all_ranks(tmp_path):
     expected = {
         "object": "no state here",

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import logging
 import os
+import shutil
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -179,6 +180,9 @@ class SavingMethods(AcceleratorSettings):
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call `hook(models, states, folder)` before every `save_state`. Returns a handle with `remove`.
 
+        A local `folder` is a new one, in which all hooks of this save write. Its files get into the checkpoint's folder
+        when the save is complete, and replace files of the same names there.
+
         A function that a cell defines at its top level takes the place of its former definition.
         """
         return register_hook(self._save_hooks, hook)
@@ -242,6 +246,8 @@ class SavingMethods(AcceleratorSettings):
             limit = self._limit_of(folder)
             self._free_former_objects()
             parts = self._training_parts(self._models)
+            if self.is_main_process:  # before the hooks of any rank, since the end of this block is a collective
+                checkpoints.remove_interrupted_hooks(folder)
         # The default folder depends on the project's iteration, which every rank counts for itself; ranks may also
         # compute different names from a clock. And one may have prepared more than the others, in a cell that has
         # failed or was interrupted there. A registered object may be on rank 0 only, which saves it.
@@ -251,31 +257,54 @@ class SavingMethods(AcceleratorSettings):
         # The last `accumulate` block did not end a window.
         if not self.gradient_state.sync_gradients and self.is_main_process:
             _log.warning("save_state() within a gradient accumulation window: the accumulated gradients are not saved")
+        hook_files = checkpoints.hook_folder(folder) if "://" not in folder else None
+        try:
+            remaining, are_hooked = self._call_save_hooks(parts, folder, hook_files)
+            # With `async_` the state has been copied when this returns, and a background thread writes the files.
+            done = checkpoints.write_state(
+                parts,
+                remaining,
+                folder,
+                raise_on_all=self._raise_on_all,
+                async_=async_,
+                on_commit=limit,
+                hook_files=hook_files if are_hooked else None,
+            )
+        except BaseException:  # also if the user interrupts a hook
+            if hook_files is not None and self.is_main_process:
+                shutil.rmtree(hook_files, ignore_errors=True)
+            raise
+        # Every rank counts, so that the next default folder is the same on all.
+        if output_dir is None:
+            self.project_configuration.iteration += 1
+        return folder if isinstance(done, Saved) else done
+
+    def _call_save_hooks(
+        self, parts: TrainingParts, folder: str, hook_files: Path | None
+    ) -> tuple[dict[str, Any], bool]:
+        """Call the hooks. Return the states that are left to save, and True if a rank has hooks. A collective."""
+        hooks = tuple(self._save_hooks.values())
         with self._raise_on_all("save_state"):
             # The hooks get the list of states and may remove or replace entries, as in Accelerate. Which entry belongs
             # to which model is found by the identity of the dict afterwards; a replaced one is assigned by its
             # position.
             before = {name: model.state_dict() for name, model in parts.models.items()}
             states: list[Any] = list(before.values())
-            if self._save_hooks and "://" not in folder:  # for the files of the hooks
-                Path(folder).mkdir(parents=True, exist_ok=True)
-            for hook in tuple(self._save_hooks.values()):
-                hook(self._models, states, folder)
+            # The files of the hooks are committed with the others: until then the checkpoint in `folder` stays whole.
+            if hooks and hook_files is not None:
+                hook_files.mkdir(parents=True, exist_ok=True)
+                Path(folder).mkdir(parents=True, exist_ok=True)  # for hooks that do not use their argument
+            for hook in hooks:
+                hook(self._models, states, folder if hook_files is None else str(hook_files))
         # A hook may have removed states that it has saved itself, or replaced them.
         names = {id(state): name for name, state in before.items()}
         remaining = {names.get(id(state), name): state for name, state in zip(before, states, strict=False)}
-        if self.use_distributed:
-            # Many hooks do so on the main process only. They may be registered on some ranks only, too.
-            kept = gather_object([list(remaining)])[0]
-            remaining = {name: remaining.get(name, before[name]) for name in kept}
-        # With `async_` the state has been copied when this returns, and a background thread writes the files.
-        done = checkpoints.write_state(
-            parts, remaining, folder, raise_on_all=self._raise_on_all, async_=async_, on_commit=limit
-        )
-        # Every rank counts, so that the next default folder is the same on all.
-        if output_dir is None:
-            self.project_configuration.iteration += 1
-        return folder if isinstance(done, Saved) else done
+        if not self.use_distributed:
+            return remaining, bool(hooks)
+        # Many hooks do so on the main process only. They may be registered on some ranks only, too.
+        gathered = gather_object([(list(remaining), bool(hooks))])
+        kept = gathered[0][0]
+        return {name: remaining.get(name, before[name]) for name in kept}, any(hooked for _, hooked in gathered)
 
     def load_state(
         self,

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rankbook.checkpoint.async_save import SaveHandle
+from rankbook.checkpoint.async_save import SaveHandle, wait_for_saves
 from rankbook.checkpoint.format.manifest import MANIFEST, Manifest
 from rankbook.checkpoint.format.tensor_io import dtype_named
 from rankbook.checkpoint.loading import load_metadata, prepare_load
@@ -109,14 +109,32 @@ def _by_name(kind: str, objects: Sequence[Any]) -> dict[str, Any]:
 
 @dataclass
 class Folder(CheckpointLocation):
-    """Location of a checkpoint. `on_commit` is called on rank 0 when the checkpoint is complete."""
+    """Location of a checkpoint. `on_commit` is called on rank 0 when the checkpoint is complete.
+
+    `hook_files` is the folder with the files that hooks have written in this save. It becomes the partial folder.
+    """
 
     on_commit: Callable[[], None] = field(default=lambda: None)
+    hook_files: Path | None = None
 
     def begin(self) -> str:
         """Claim the partial folder. Raises `CheckpointError` also if the save would delete what others have written."""
         self._check_replaceable()
-        return super().begin()
+        if self.hook_files is not None:
+            _check_hook_files(self.hook_files)
+        partial = super().begin()
+        if self.hook_files is not None:
+            assert isinstance(self.storage, LocalStorage)
+            # From here on these files are committed or removed with the others, also after a kill.
+            self.hook_files.rename(self.storage.root / partial)
+            self.hook_files = None  # the hooks of the next save may use this name, while this save is in the background
+        return partial
+
+    def abandon(self) -> None:
+        """Remove what this save has written after a failure."""
+        super().abandon()
+        if self.hook_files is not None:
+            shutil.rmtree(self.hook_files, ignore_errors=True)
 
     def commit(self) -> None:
         """Commit the checkpoint on rank 0, keeping files that a hook or the user has put into the folder.
@@ -124,8 +142,8 @@ class Folder(CheckpointLocation):
         Raises `CheckpointError` as `begin` does.
         """
         self._check_replaceable()  # again: other files may have been written meanwhile
-        # A commit replaces the whole folder by the draft. Files that a hook has written into the folder would be lost
-        # with the old folder, so they are linked into the draft first. This is done for local folders only.
+        # A commit replaces the whole folder by the draft. Files of the user, and those of hooks in earlier saves, would
+        # be lost with the old folder, so they are linked into the draft first. This is done for local folders only.
         if isinstance(self.storage, LocalStorage) and self.name is not None:
             _carry_over(self.storage.root / self.name, self.storage.root / f"{self.name}{PARTIAL}")
         super().commit()
@@ -182,10 +200,21 @@ def _check_folder(folder: Path) -> None:
 def _carry_over(folder: Path, draft: Path) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
         if _CHECKPOINT_FILE.fullmatch(path.name) is None:
-            if path.is_dir() and not path.is_symlink():
-                shutil.copytree(path, draft / path.name, symlinks=True, copy_function=_link_file)
-            else:
-                _link_file(path, draft / path.name)
+            _link_missing(path, draft / path.name)
+
+
+def _link_missing(source: Path, target: Path) -> None:
+    """Link a file, or the files of a folder, except where a hook has written one of the same name."""
+    is_folder = source.is_dir() and not source.is_symlink()
+    if is_folder and target.is_dir() and not target.is_symlink():
+        for path in source.iterdir():
+            _link_missing(path, target / path.name)
+    elif os.path.lexists(target):
+        return
+    elif is_folder:
+        shutil.copytree(source, target, symlinks=True, copy_function=_link_file)
+    else:
+        _link_file(source, target)
 
 
 def _link_file(source: str | Path, target: str | Path) -> None:
@@ -193,6 +222,29 @@ def _link_file(source: str | Path, target: str | Path) -> None:
         os.link(source, target, follow_symlinks=False)
     except OSError:  # the file system has no hard links
         shutil.copy2(source, target, follow_symlinks=False)
+
+
+def hook_folder(folder: str) -> Path:
+    """Return the path where the hooks of a save into the local `folder` write their files."""
+    above, name = split_folder(folder)
+    # Beside the folder, so that a rename can commit the files. Hidden: scripts look for names such as `checkpoint-500`.
+    return Path(above, f".{name}.hooks")
+
+
+def remove_interrupted_hooks(folder: str) -> None:
+    """Remove the files of hooks that an interrupted save into `folder` has left."""
+    if "://" not in folder and os.path.lexists(path := hook_folder(folder)):
+        wait_for_saves()  # they may be those of a save that has just begun in the background
+        if os.path.lexists(path):
+            shutil.rmtree(path)
+
+
+def _check_hook_files(folder: Path) -> None:
+    if clash := sorted(path.name for path in folder.iterdir() if _CHECKPOINT_FILE.fullmatch(path.name)):
+        raise CheckpointError(
+            f"a save hook has written {clash[0]}, and a checkpoint has a file of this name: write it under another "
+            "name, or into a subfolder (nothing was replaced)"
+        )
 
 
 def split_folder(folder: str) -> tuple[str, str]:
@@ -217,8 +269,12 @@ def write_state(
     raise_on_all: RaiseOnAll,
     async_: bool,
     on_commit: Callable[[], None],
+    hook_files: Path | None = None,
 ) -> Saved | SaveHandle:
-    """Save all objects, with `states` for the models, replacing the content of the folder. A collective."""
+    """Save all objects, with `states` for the models, and `hook_files`, replacing the checkpoint in the folder.
+
+    A collective.
+    """
     # A user's `state_dict` may raise on one rank. All ranks have to know before the collective save begins.
     with raise_on_all("save_state"):
         shards: dict[str, torch.Tensor] = {}
@@ -238,7 +294,7 @@ def write_state(
         _RANDOM: ShardedObject(_RANDOM, random, (parts.world_size,), (parts.rank,)),
     }
     above, name = split_folder(folder)
-    target = Folder(storage_of(above), above, name=name, on_commit=on_commit)
+    target = Folder(storage_of(above), above, name=name, on_commit=on_commit, hook_files=hook_files)
     # A save hook may have taken a model out of `states`, because it has stored the model in a file of its own.
     names = [part for part in parts.names if part in states or part not in parts.models]
     return save_contents(local_state_of(state), target, metadata={_KIND: {"parts": names}}, async_=async_)
