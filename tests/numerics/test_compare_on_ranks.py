@@ -331,6 +331,119 @@ def test_clean_layouts_agree():
     assert len(results) >= 10
 
 
+def compare_copies():
+    """Return the answers that are wrong for copies of models that need special care, and the number of all answers."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.checkpoint import checkpoint
+
+    from rankbook import Accelerator, AcceleratorState
+    from rankbook.numerics import compare
+    from rankbook.runtime.config import ParallelismConfig
+
+    answers = {}
+    net, _, batch = model_and_data(0)
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=dist.get_world_size()))
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    for layouts in (("one rank", "tp"), ("tp", "current")):
+        answers[f"prepared with tensor parallelism, {layouts}"] = compare(
+            plain_step, model, optimizer, batch, layouts=layouts
+        )
+    AcceleratorState._reset_state()
+
+    class Experts(nn.Module):
+        """A layer that no rank uses, and one of which every rank uses another part."""
+
+        def __init__(self):
+            super().__init__()
+            self.unused, self.experts = nn.Linear(8, 4), nn.ModuleList(nn.Linear(8, 4) for _ in range(2))
+            self.last = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.last(self.experts[int(x[0, 0] > 0)](x))
+
+    torch.manual_seed(dist.get_rank())
+    batch = (torch.randn(4, 8), torch.randn(4, 4))
+    batch[0][0, 0] = 1 - 2 * dist.get_rank()
+    torch.manual_seed(0)
+    net = Experts()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for layouts in (("one rank", "ddp"), ("ddp", "one rank")):
+        answers[f"unused layers, {layouts}"] = compare(plain_step, net, optimizer, batch, layouts=layouts)
+    model = DistributedDataParallel(net, find_unused_parameters=True)
+    for layouts in (("one rank", "ddp"), ("current", "ddp")):
+        answers[f"unused layers, DDP, {layouts}"] = compare(plain_step, model, optimizer, batch, layouts=layouts)
+
+    class Recomputed(nn.Module):
+        """A model whose DDP must not look for unused parameters."""
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.last(checkpoint(self.first, x.requires_grad_(), use_reentrant=True))
+
+    net = Recomputed()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    answers["recomputed"] = compare(plain_step, net, optimizer, batch, layouts=("ddp", "fsdp2"))
+    return {name: str(answer) for name, answer in answers.items() if not answer.equal}, len(answers)
+
+
+@pytest.mark.processes
+def test_copies_of_tensor_parallel_models_and_of_models_with_unused_layers_agree():
+    assert run_ranks(compare_copies, 2) == [({}, 7)] * 2
+
+
+def options_of_the_copy():
+    """Return the options of DDP in the layout "ddp" of a model under DDP, with and without them."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from rankbook.numerics import recording
+    from rankbook.numerics.settings import Layout
+
+    options = {"static_graph": True, "broadcast_buffers": False, "gradient_as_bucket_view": True}
+    copies = []
+    for given in (options, {}):
+        model = DistributedDataParallel(model_and_data(0)[0], **given)
+        built = recording.build(Layout("ddp"), model, None)
+        copies.append([getattr(built.model, name) for name in (*options, "find_unused_parameters")])
+        built.release()
+    return copies
+
+
+@pytest.mark.processes
+def test_the_layout_ddp_has_the_options_of_the_current_ddp():
+    assert run_ranks(options_of_the_copy, 2) == [[[True, False, True, False], [False, True, False, False]]] * 2
+
+
+def weight_that_came_apart():
+    """Return the answers for a weight of rank 1 that differs, with "current" as one of the layouts."""
+    import torch
+    import torch.distributed as dist
+
+    from rankbook.numerics import compare
+
+    net, optimizer, batch = model_and_data(dist.get_rank())
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            net[0].weight[3] += 0.5
+    layouts = [("one rank", "current"), ("current", "ddp"), ("current", "one rank")]
+    return [compare(plain_step, net, optimizer, batch, layouts=pair) for pair in layouts]
+
+
+@pytest.mark.processes
+def test_replicas_that_came_apart_are_found_and_measured_with_each_reference():
+    for answers in run_ranks(weight_that_came_apart, 2):
+        for answer in answers:
+            first = answer.first
+            assert (first.phase, first.name, answer.ranks) == ("start", "0.weight", (1,))
+            assert first.size > 0.1
+            assert str(answer).endswith("the replicas of the parameter have come apart")
+
+
 def check_preserved():
     """Compare in the current layout, and return what has changed of the user's objects."""
     import random

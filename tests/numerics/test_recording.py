@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import random
 import threading
+from collections import deque
 from collections.abc import Iterator
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +21,7 @@ from rankbook.numerics import compare, recording
 from rankbook.numerics.recording import difference, summarize
 from rankbook.runtime import Accelerator, AcceleratorState, FullyShardedDataParallelPlugin, GradientState
 from rankbook.runtime.optimizer import LayoutGradScaler
+from rankbook.runtime.strategies.base import full_tensor, reduction_switches
 from tests.rank_processes import run_ranks
 
 
@@ -90,6 +96,43 @@ def compare_in_an_open_window() -> tuple[str, int, float]:
 def test_gradients_that_fsdp_has_not_reduced_are_kept():
     for difference_found, steps, error in run_ranks(compare_in_an_open_window, 2):
         assert (difference_found, steps) == ("None", 1)
+        assert error < 1e-6
+
+
+def compare_inside_of_accumulate(shards: bool) -> tuple[list[str], list[set[bool]], float]:
+    """Compare in the first batch of a window, in which gradients are not reduced, and in the last one.
+
+    Returns the answers, in both batches whether gradients are reduced afterwards, and the error of the step's update.
+    """
+    plugin = FullyShardedDataParallelPlugin() if shards else None
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, fsdp_plugin=plugin)
+    net = make_net()
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    torch.manual_seed(dist.get_rank())
+    batches, before = torch.randn(2, 4, 2), full_tensor(net[0].weight.detach()).clone()
+    (sum(model(batch).square().mean() for batch in batches) / 2).backward()
+    expected = before - 0.1 * full_tensor(net[0].weight.grad)
+    optimizer.zero_grad()
+    answers, switches = [], []
+    for batch in batches:
+        with accelerator.accumulate(model):
+            for layouts in [("one rank", "current"), ("current", "ddp")]:
+                compared = compare(step_once, model, optimizer, batch, layouts=layouts)
+                answers.append(str(compared.first))
+            names = ("require_backward_grad_sync", "reduce_grads")
+            switches.append({switch for _, name, switch in reduction_switches(model) if name in names})
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return answers, switches, float((full_tensor(net[0].weight.detach()) - expected).abs().max())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("shards", [False, True])
+def test_gradients_are_reduced_in_a_comparison_inside_of_accumulate(shards):
+    for answers, switches, error in run_ranks(compare_inside_of_accumulate, 2, shards):
+        assert answers == ["None"] * 4
+        assert switches == [{False}, {True}]
         assert error < 1e-6
 
 
@@ -290,6 +333,75 @@ def test_infinities_in_a_buffer_are_no_difference_and_a_buffer_that_is_assigned_
     compared = compare(step_once, net, optimizer, torch.randn(3, 3), layouts=("one rank", "current"))
     assert compared.equal, compared
     assert net.mean is mean and not mean.any()
+
+
+@dataclasses.dataclass
+class Progress:
+    """State that a module keeps in an object."""
+
+    seen: int = 0
+
+
+class FrozenConfig(dict):
+    """A dict that refuses changes."""
+
+    def update(self, content):
+        raise TypeError(f"expected no change, got {content}")
+
+
+class Counting(nn.Module):
+    """A model whose forward pass depends on attributes, and changes all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.calls = 0
+        self.progress, self.norms, self.names, self.recent = Progress(), {"x": []}, set(), deque(maxlen=3)
+        self.mean, self.ones, self.counts = torch.zeros(3), torch.ones(1).expand(3), numpy.zeros(2)
+        self.config = FrozenConfig(width=3)
+        self.torch_generator = torch.Generator().manual_seed(1)
+        self.numpy_generator, self.old_numpy_generator = numpy.random.default_rng(1), numpy.random.RandomState(1)
+        self.generator = random.Random(1)
+
+    def forward(self, x):
+        self.calls += 1
+        self.progress.seen += 1
+        self.norms["x"].append(float(x.norm()))
+        self.names.add(f"call {self.calls}")
+        self.recent.append(self.calls)
+        self.counts += 1
+        self.mean.lerp_(x.mean(0), 0.1)
+        self.cache = [self.calls] if not hasattr(self, "cache") else [*self.cache, self.calls]
+        noise = torch.rand(x.shape, generator=self.torch_generator) + self.ones + self.mean
+        numbers = self.numpy_generator.random(), self.old_numpy_generator.rand(), self.generator.random()
+        return self.fc(x + noise) * self.calls * self.progress.seen * sum(numbers)
+
+    def state(self) -> dict[str, object]:
+        """Return the attributes as values that can be compared."""
+        state = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        state["old_numpy_generator"] = self.old_numpy_generator.get_state()[2]  # its position
+        state["numpy_generator"] = str(self.numpy_generator.bit_generator.state)
+        state["torch_generator"] = self.torch_generator.get_state().tolist()
+        state["generator"] = self.generator.getstate()
+        state |= {name: state[name].tolist() for name in ("mean", "ones", "counts")}
+        return copy.deepcopy(state)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("layouts", [("one rank", "current"), ("current", "one rank"), ("current", "current")])
+def test_attributes_that_a_forward_pass_changes_are_restored_before_every_run_and_at_the_end(layouts, steps):
+    torch.manual_seed(0)
+    net = Counting()
+    optimizer, batch = torch.optim.SGD(net.parameters(), lr=0.1), torch.randn(4, 3)
+    for _ in range(steps):
+        step_once(net, optimizer, batch)
+    before = net.state()
+    compared = compare(step_once, net, optimizer, batch, layouts=layouts)
+    assert compared.equal, compared
+    assert net.state() == before
+    step_once(net, optimizer, batch)
+    changed = {name for name, value in net.state().items() if value != before.get(name)}
+    assert changed == set(net.state()) - {"training", "ones", "config"}
 
 
 def test_a_difference_beside_infinities_is_seen():

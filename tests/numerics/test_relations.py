@@ -40,6 +40,10 @@ def test_relation_is_recognized(candidate, expected):
     assert kind(candidate) == expected
 
 
+def test_a_tensor_that_is_close_to_the_reference_has_no_relation_to_it():
+    assert kind(REFERENCE) == kind(REFERENCE * NOISE) == "other"
+
+
 def test_complex_tensors_are_compared_with_their_imaginary_parts():
     reference = torch.complex(REFERENCE, REFERENCE.flip(0))
     assert kind(reference * 4, reference) == "×N"

@@ -347,7 +347,7 @@ def compare_layouts(
     if structure is not None:
         return Comparison(names, world_size(), (), structure, (structure.rank,))
     recording.prepare_solo_group()
-    with recording.preserved([raw, *also.values()], optimizer) as restore:
+    with recording.preserved([model, *also.values()], optimizer) as restore:
         random_states = recording.random_states()
         runner = _Runner(step, model, optimizer, batch, also, restore, random_states)
         other = runner.division(second if first.kind == "one rank" else first)
@@ -428,6 +428,7 @@ class _Runner:
         self.precisions: list[torch.dtype] = []
         self.divisions: list[int] = []
         self.broadcasts_buffers = False
+        self._has_unused: bool | None = None
         current = use_current(model, optimizer)
         self._current = (current.data_parallel_size, current.data_parallel_rank)
         self._own = batch
@@ -461,6 +462,11 @@ class _Runner:
 
     def run(self, layout: Layout, other: tuple[int, int], wanted: Key | None) -> Record:
         """Run the step once in `layout`."""
+        has_options = recording.data_parallel_of(self.model) is not None
+        if layout.kind == "ddp" and world_size() > 1 and self._has_unused is None and not has_options:
+            # DDP must be told at its creation whether it has to look for unused parameters. It cannot always do so, for
+            # example not with reentrant activation checkpointing.
+            self.run(replace(layout, kind="one rank"), self.division(layout), None)
         self.restore()
         reference = layout.kind == "one rank"
         division = other if reference else self.division(layout)
@@ -470,7 +476,7 @@ class _Runner:
             for parameter in built.inner.parameters():
                 parameter.grad = None  # as in the copies; it is put back
         else:
-            built = build(layout, self.model, self.optimizer)
+            built = build(layout, self.model, self.optimizer, has_unused=bool(self._has_unused))
         try:
             if wanted is None:
                 self.precisions.append(precision_of(built.inner))
@@ -483,9 +489,12 @@ class _Runner:
                 leaders = gather_objects((division[1], states))
                 states = dict(reversed(leaders))[division[1]]
             recording.set_random_states(states)
-            return record(self.step, built, batch, also=self.also, wanted=wanted, reference=reference)
+            recorded = record(self.step, built, batch, also=self.also, wanted=wanted, reference=reference)
         finally:
             built.release()
+        if reference:
+            self._has_unused = any(gather_objects(recorded.has_unused))
+        return recorded
 
     def explain(
         self, layouts: tuple[Layout, Layout], other: tuple[int, int], found: Difference, precision: torch.dtype
@@ -494,11 +503,12 @@ class _Runner:
         key = (found.phase, found.name)
         a, b = (self.run(layout, other, key) for layout in layouts)
         parts = gather_objects(a.parts.get(key))
-        # At the start every rank is compared with rank 0.
-        references = gather_objects(a.tensors.get(key) if found.phase == recording.START else None)
+        # Before the step, every rank is compared with rank 0 if the reference is one rank.
+        is_start_of_rank_0 = found.phase == recording.START and layouts[0].kind == "one rank"
+        references = gather_objects(a.tensors.get(key) if is_start_of_rank_0 else None)
         relation = None
         if this_rank() == found.rank:
-            reference = references[0] if found.phase == recording.START else a.tensors.get(key)
+            reference = references[0] if is_start_of_rank_0 else a.tensors.get(key)
             candidate = b.tensors.get(key)
             if reference is not None and candidate is not None:
                 relation = classify(

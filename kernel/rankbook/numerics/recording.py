@@ -47,13 +47,16 @@ from rankbook.numerics.settings import Layout
 from rankbook.runtime import optimizer as optimizers
 from rankbook.runtime.config import (
     AutocastKwargs,
+    DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
+    Handlers,
     ParallelismConfig,
 )
 from rankbook.runtime.gradient_state import GradientState, window
 from rankbook.runtime.optimizer import AcceleratedOptimizer
 from rankbook.runtime.settings import MixedForward, check_precision, install_forward
 from rankbook.runtime.strategies.base import (
+    FSDP_ATTRIBUTES,
     FSDP_STATE_KEYS,
     DataParallel,
     Strategy,
@@ -61,6 +64,7 @@ from rankbook.runtime.strategies.base import (
     drop_unreduced,
     full_tensor,
     plain_class,
+    reduction_switches,
     reshard,
     set_unreduced,
     unreduced_gradients,
@@ -138,8 +142,17 @@ def use_current(model: nn.Module, optimizer: Any) -> Built:  # noqa: ANN401 - an
     return Built(model, inner, optimizer, world // width, rank // width, reduces)
 
 
-def build(layout: Layout, model: nn.Module, optimizer: Any) -> Built:  # noqa: ANN401 - an optimizer or its wrapper
-    """Copy rank 0's model and optimizer, and spread the copy. A collective."""
+def build(
+    layout: Layout,
+    model: nn.Module,
+    optimizer: Any,  # noqa: ANN401 - an optimizer or its wrapper
+    *,
+    has_unused: bool = False,
+) -> Built:
+    """Copy rank 0's model and optimizer, and spread the copy. A collective.
+
+    `has_unused`: a backward pass of the step leaves out some parameters.
+    """
     raw = raw_model(model)
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -160,6 +173,7 @@ def build(layout: Layout, model: nn.Module, optimizer: Any) -> Built:  # noqa: A
         parallelism.check(world)
     strategy: Strategy | None = None
     if layout.kind == "ddp":
+        setup.handlers = Handlers(ddp=_ddp_options(model, has_unused=has_unused))
         strategy = DataParallel(setup)
     elif layout.kind == "fsdp2":
         setup.fsdp = layout.fsdp or FullyShardedDataParallelPlugin()
@@ -179,6 +193,15 @@ def build(layout: Layout, model: nn.Module, optimizer: Any) -> Built:  # noqa: A
     )
 
 
+def _ddp_options(model: nn.Module, *, has_unused: bool) -> DistributedDataParallelKwargs:
+    """Return the options of the model's DDP; without one, those that the step needs."""
+    current = data_parallel_of(model)
+    if current is None:
+        return DistributedDataParallelKwargs(find_unused_parameters=has_unused)
+    names = ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+    return DistributedDataParallelKwargs(**{name: getattr(current, name) for name in names})
+
+
 # Copies ---------------------------------------------------------------------------------------------------------------
 
 
@@ -196,12 +219,16 @@ def plain_copy(raw: nn.Module) -> nn.Module:
     return copied
 
 
+_DIVIDED = "_distribute_module_applied"
+"""Attribute of a module that torch has divided. torch refuses to divide it again."""
+
+
 @contextlib.contextmanager
 def _without_sharding(raw: nn.Module) -> Iterator[None]:
     """Hide what `fully_shard` and tensor parallelism have added to the modules, which cannot be copied."""
     hidden: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]] = []
     added = {(id(hooks), key) for hooks, key in raw.__dict__.get("_rankbook_tp_hooks", ())}
-    keys = ("_rankbook_tp_hooks", *FSDP_STATE_KEYS)
+    keys = ("_rankbook_tp_hooks", _DIVIDED, *FSDP_STATE_KEYS)
     tables = ("_forward_hooks", "_forward_pre_hooks")
     of_state_dict = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
     try:
@@ -382,12 +409,16 @@ class Summary:
 
 @dataclass
 class Record:
-    """One step of one rank. `tensors` has the tensor that was asked for, `parts` this rank's share of a gradient."""
+    """One step of one rank. `tensors` has the tensor that was asked for, `parts` this rank's share of a gradient.
+
+    `has_unused`: a backward pass of the reference has left out a parameter on this rank.
+    """
 
     summaries: dict[Key, Summary] = field(default_factory=dict)
     tensors: dict[Key, torch.Tensor] = field(default_factory=dict)
     parts: dict[Key, torch.Tensor] = field(default_factory=dict)
     dtypes: dict[Key, torch.dtype] = field(default_factory=dict)
+    has_unused: bool = False
 
 
 _SIGNS: dict[int, torch.Tensor] = {}
@@ -544,6 +575,7 @@ class Recorder:
             key = (GRADIENT, name)
             if self.reference:
                 own = parameter.grad
+                self.record.has_unused |= own is None and parameter.requires_grad
                 if self.wanted is not None and self.wanted in (key, (CLIPPED, name)):
                     part = torch.zeros_like(parameter) if own is None else own.detach().clone()
                     self.record.parts[self.wanted] = (part.to_dense() if part.is_sparse else part).cpu()
@@ -676,15 +708,20 @@ def _solo_group(step: Callable[..., object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserved(models: list[nn.Module], optimizer: Any) -> Iterator[Callable[[], None]]:  # noqa: ANN401 - an optimizer
-    """Restore weights, buffers, gradients, optimizer and random states at the end, and when the result is called.
+    """Restore the models, gradients, optimizer and random states at the end, and when the result is called.
+
+    Of the models: weights, buffers, and the other attributes of their modules.
 
     The steps in between are not those of the training: they take no snapshot, accumulate no gradients, and have a loss
     scale of 1. Only a prepared optimizer divides gradients by the scale of fp16, and those of the copies are plain.
+    They reduce gradients over the ranks, also if a window of the training has switched this off.
     """
     saved = _save(models, optimizer)
 
     def restore() -> None:
         _restore(saved, models, optimizer)
+        for owner, name, _ in saved["syncs"]:
+            setattr(owner, name, True)
         if saved["scaler"]:  # empty if it is disabled
             optimizer.scaler.load_state_dict({**saved["scaler"], "scale": 1.0, "_growth_tracker": 0})
 
@@ -712,11 +749,29 @@ _COUNTERS = ("steps", "is_stepping", "_was_skipped")
 """Attributes of a prepared optimizer that its steps change."""
 
 
+_NOT_OF_THE_USER = frozenset((*vars(nn.Module()), "_rankbook_tp_hooks", _DIVIDED, *FSDP_STATE_KEYS, *FSDP_ATTRIBUTES))
+"""Attributes of modules that belong to torch or to Rankbook."""
+
+_DATA = (
+    *(type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, deque),
+    *(torch.Tensor, torch.Generator, numpy.ndarray, numpy.generic),
+)
+"""Types of attributes that are removed from a module if a step has added them."""
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes that the user's code has given to the module, such as a counter of its calls."""
+    return {name: value for name, value in vars(module).items() if name not in _NOT_OF_THE_USER}
+
+
 def _save(models: list[nn.Module], optimizer: Any) -> dict[str, Any]:  # noqa: ANN401
     raw = raw_optimizer(optimizer)
     for model in models:
         reshard(model)  # an evaluation may have left whole parameters, whose memory the first step frees
     tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+    modules = [m for model in models for m in raw_model(model).modules() if not isinstance(m, DistributedDataParallel)]
+    attributes = [(vars(module), _attributes(module)) for module in modules]
+    owners = [value for _, content in attributes for value in content.values()]
     return {
         "tensors": [(tensor, tensor.detach().clone()) for tensor in tensors],
         "grads": [(tensor, None if tensor.grad is None else tensor.grad.detach().clone()) for tensor in tensors],
@@ -726,7 +781,9 @@ def _save(models: list[nn.Module], optimizer: Any) -> dict[str, Any]:  # noqa: A
         # Those of an open window, which the next backward pass would reduce together with its own.
         "unreduced": [entry for model in models for entry in unreduced_gradients(model)],
         "training": [(module, module.training) for model in models for module in model.modules()],
-        "optimizer": [] if raw is None else _contents(raw, set(map(id, tensors))),
+        "syncs": [entry for model in models for entry in reduction_switches(model)],
+        "attributes": attributes,
+        "contents": _contents([*owners, raw], set(map(id, tensors))),
         "wrapper": {k: v for k, v in vars(optimizer).items() if k in _COUNTERS} if raw else {},
         "stepped after": getattr(optimizer, "_stepped_after", None),
         "scaler": scaler.state_dict() if (scaler := getattr(optimizer, "scaler", None)) is not None else None,
@@ -734,14 +791,15 @@ def _save(models: list[nn.Module], optimizer: Any) -> dict[str, Any]:  # noqa: A
     }
 
 
-def _contents(optimizer: torch.optim.Optimizer, seen: set[int]) -> list[tuple[Any, Any]]:
-    """Return the tensors and containers that belong to the optimizer, with their contents.
+def _contents(owners: list[Any], seen: set[int]) -> list[tuple[Any, Any]]:
+    """Return the tensors, containers and generators that belong to `owners`, with their contents.
 
-    They are found in its attributes, also in dataclasses and in optimizers that it steps itself. Those whose ids are
-    in `seen` are left out. Other objects may belong to the whole process, such as process groups.
+    `owners` are the optimizer and attributes of modules. What they refer to is included, also by dataclasses and by
+    optimizers that an optimizer steps itself. Objects whose ids are in `seen` are left out. Other objects may belong to
+    the whole process, such as process groups.
     """
     contents: list[tuple[Any, Any]] = []
-    pending: list[Any] = [optimizer]
+    pending = list(owners)
     while pending:
         value = pending.pop()
         is_owner = isinstance(value, torch.optim.Optimizer) or dataclasses.is_dataclass(value)
@@ -749,32 +807,65 @@ def _contents(optimizer: torch.optim.Optimizer, seen: set[int]) -> list[tuple[An
             value = vars(value)
         if id(value) in seen:
             continue
-        if isinstance(value, torch.Tensor):
-            contents.append((value, value.detach().clone()))
-        elif isinstance(value, dict):
-            contents.append((value, dict(value)))
-            pending += value.values()
-        elif isinstance(value, (list, deque)):
-            contents.append((value, list(value)))
-            pending += value
-        elif isinstance(value, tuple):
-            pending += value
-        else:
-            continue
-        seen.add(id(value))
+        if isinstance(value, (dict, list, deque, set, tuple)):
+            pending += value.values() if isinstance(value, dict) else value
+        content = _content_of(value)
+        if content is not None:
+            contents.append((value, content))
+            seen.add(id(value))
     return contents
 
 
-def _put_back(value: Any, content: Any) -> None:  # noqa: ANN401 - a tensor or container
-    """Restore what `_contents` has returned, in place: the optimizer may have several references to it."""
+def _content_of(value: Any) -> Any:  # noqa: ANN401 - any attribute, and what `_put_back` needs
+    """Return a copy of what can change in the object; None for other objects."""
     if isinstance(value, torch.Tensor):
-        value.detach().copy_(content)
-        return
-    value.clear()
+        return value.detach().clone()
     if isinstance(value, dict):
-        value.update(content)
-    else:
-        value.extend(content)
+        return dict(value)
+    if isinstance(value, (list, deque, set)):
+        return list(value)
+    if isinstance(value, (torch.Generator, numpy.random.RandomState)):
+        return value.get_state()
+    if isinstance(value, numpy.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, numpy.ndarray) and value.flags.writeable:
+        return value.copy()
+    return None
+
+
+def _put_back(value: Any, content: Any) -> None:  # noqa: ANN401 - what `_content_of` accepts
+    """Restore what `_contents` has returned, in place: the owner may have several references to it."""
+    if isinstance(value, torch.Tensor):
+        # Some tensors cannot be written to, such as expanded ones. They have not changed.
+        is_plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
+        if not (is_plain and torch.equal(value, content)):
+            value.detach().copy_(content)
+    elif isinstance(value, (torch.Generator, numpy.random.RandomState)):
+        value.set_state(content)
+    elif isinstance(value, numpy.random.Generator):
+        value.bit_generator.state = content
+    elif isinstance(value, random.Random):
+        value.setstate(content)
+    elif isinstance(value, numpy.ndarray):
+        value[...] = content
+    elif not _holds(value, content):  # some containers cannot be written to
+        value.clear()
+        if isinstance(value, (dict, set)):
+            value.update(content)
+        else:
+            value.extend(content)
+
+
+def _holds(value: Any, content: Any) -> bool:  # noqa: ANN401 - containers of one kind
+    """Return True if the container has the objects in `content`, in this order."""
+    if len(value) != len(content):
+        return False
+    pairs = list(zip(value, content, strict=True))
+    if isinstance(value, dict):
+        pairs += zip(value.values(), content.values(), strict=True)
+    return all(actual is expected for actual, expected in pairs)
 
 
 @torch.no_grad()
@@ -791,11 +882,8 @@ def _restore(saved: dict[str, Any], models: list[nn.Module], optimizer: Any) -> 
         tensor.grad = gradient
         if gradient is not None:
             gradient.detach().copy_(value)
-    for module, training in saved["training"]:
-        module.training = training
+    _restore_attributes(saved)
     if raw is not None:
-        for value, content in saved["optimizer"]:
-            _put_back(value, content)
         if isinstance(optimizer, AcceleratedOptimizer):
             vars(optimizer).update(saved["wrapper"])
             if optimizer._stepped_after is not None and saved["stepped after"] is None:
@@ -803,6 +891,21 @@ def _restore(saved: dict[str, Any], models: list[nn.Module], optimizer: Any) -> 
         if saved["scaler"] is not None:
             optimizer.scaler.load_state_dict(saved["scaler"])
     set_random_states(saved["rng"])
+
+
+def _restore_attributes(saved: dict[str, Any]) -> None:
+    """Restore the attributes of the modules, and the contents of these and of the optimizer."""
+    for module, training in saved["training"]:
+        module.training = training
+    for owner, name, switch in saved["syncs"]:
+        setattr(owner, name, switch)
+    for attributes, content in saved["attributes"]:
+        for name in [name for name, value in attributes.items() if isinstance(value, _DATA)]:
+            if name not in content and name not in _NOT_OF_THE_USER:
+                del attributes[name]
+        attributes.update(content)
+    for value, content in saved["contents"]:
+        _put_back(value, content)
 
 
 def random_states() -> dict[str, Any]:

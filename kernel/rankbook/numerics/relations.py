@@ -88,14 +88,18 @@ def classify(
         is_unchanged = torch.equal(before, b) or relative_difference(before, b) <= close < relative
         if is_unchanged:
             return Relation("unchanged", "the step has not changed it", relative)
+    rounded = _rounded(a, b, relative, reference_dtype, candidate_dtype)
+    other = Relation("other", "no simple relation", relative)
+    if relative <= close:  # so close to the reference, every relation to it would be accepted
+        return rounded or other
     return (
         _from_parts(b, [wide(part) for part in parts], close, relative)
         or _scaled(a, b, close, world_size, relative)
         or _shifted(a, b, close, world_size, relative)
         or _scaled_shards(a, b, close, world_size, relative)
         or _masked(a, b, close, relative)
-        or _rounded(a, b, relative, reference_dtype, candidate_dtype)
-        or Relation("other", "no simple relation", relative)
+        or rounded
+        or other
     )
 
 

@@ -553,6 +553,19 @@ def drop_unreduced(model: nn.Module) -> None:
     set_unreduced((parameter, None, None) for parameter, *_ in unreduced_gradients(model))
 
 
+def reduction_switches(model: nn.Module) -> list[tuple[Any, str, bool]]:
+    """Return the switches by which DDP and FSDP2 reduce gradients: their object, their name, and their value."""
+    owners: list[tuple[Any, str]] = []
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            # DDP sets the second one to the value of the first one in a forward pass.
+            owners += [(module, "require_backward_grad_sync"), (module, "require_forward_param_sync")]
+        elif isinstance(module, FSDPModule):
+            groups = _groups_of(_state_of(module))
+            owners += [(group, name) for group in groups for name in ("reduce_grads", "all_reduce_grads")]
+    return [(owner, name, getattr(owner, name)) for owner, name in owners]
+
+
 def _state_of(module: nn.Module) -> Any:  # noqa: ANN401 - torch's FSDPState
     return _get_module_state(module) if isinstance(module, FSDPModule) else None
 
