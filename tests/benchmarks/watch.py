@@ -7,10 +7,8 @@ variant, in an order that all ranks draw from the same seed; the result is the m
     off         the same once more: nothing is registered, so the ratio shows the noise of the measurement
     on          `watch nan`
 
-"wall" is the elapsed time of a step on all ranks: from one barrier to the next, as a loop has it, whose ranks wait for
-one another in the next backward pass. "own" ends before the barrier. There the ranks of a bare step end at different
-times, and the exchange of the watch after the step makes each wait for the slowest. "cpu" is the CPU time of the
-process, which other programs on a busy machine change less.
+"cpu" are the ratios of the process's CPU time, which other programs on a busy machine change less than "wall", the
+elapsed time.
 """
 
 from __future__ import annotations
@@ -55,23 +53,20 @@ def measure(width: int, layers: int, batch: int, length: int, rounds: int, condi
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     x = torch.randn(batch, length, width)
 
-    def step() -> tuple[float, float, float]:
+    def step() -> tuple[float, float]:
         if dist.is_initialized():
             dist.barrier()
         start, cpu = time.perf_counter(), time.process_time()
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        own, cpu = time.perf_counter() - start, time.process_time() - cpu
-        if dist.is_initialized():
-            dist.barrier()
-        return time.perf_counter() - start, own, cpu
+        return time.perf_counter() - start, time.process_time() - cpu
 
     for _ in range(3):
         step()
     from rankbook.numerics import watch_numbers
 
-    seconds: dict[str, list[tuple[float, float, float]]] = {"bare": [], "off": [], "on": []}
+    seconds: dict[str, list[tuple[float, float]]] = {"bare": [], "off": [], "on": []}
     order = random.Random(1)
     for _ in range(rounds):
         variants = list(seconds)
@@ -101,7 +96,7 @@ def main() -> int:
         seconds = run_ranks(measure, ranks, *sizes, timeout=1200)[0]
         bare = seconds["bare"]
         report: dict[str, object] = {"ranks": ranks}
-        for index, clock in enumerate(("wall", "own", "cpu")):
+        for index, clock in enumerate(("wall", "cpu")):
             report[f"{clock}_ms"] = round(1e3 * statistics.median(step[index] for step in bare), 2)
             for name, limit in LIMITS.items():
                 pairs = zip(seconds[name], bare, strict=True)
