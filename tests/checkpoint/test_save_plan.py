@@ -233,7 +233,7 @@ def test_a_grid_of_objects_is_covered_exactly_once():
             [{"a": "1", "step": "7"}, {"a": "1", "step": "7"}, {"a": "1", "step": "8"}],
             "common value 'step' differs between ranks (one value on",
         ),
-        ([{"state.w.prev_loss": "1"}, {"state.w.prev_loss": "2"}], "let the closure return the same loss on all ranks"),
+        ([{"state.w.prev_loss": "1"}, {"state.w.prev_loss": "2"}], "let its closure return the same loss on all ranks"),
         ([{"a": "1"}, {"a": "1"}, {"a": "1", "extra": "8"}], "'extra' exists on rank 2, but is missing on ranks 0-1"),
     ],
 )

@@ -158,6 +158,18 @@ def test_an_outer_loop_and_an_iterator_that_is_kept_go_on_in_the_middle():
     assert (outer.state_dict()["batches"], outer.state_dict()["finished"]) == (5, False)
 
 
+def test_a_loop_that_another_loader_goes_on_in_is_continued_in_the_middle():
+    long, short = [fresh(Augmented(n), 1, 0) for n in (24, 4)]
+    inner = iter(short)
+    for number, _batch in enumerate(long):
+        if next(inner, None) is None:
+            inner = iter(short)
+            next(inner)
+        if number == 2:  # the first pass of the short one has ended in this batch, and its second one has begun
+            break
+    assert (long.state_dict()["batches"], long.state_dict()["finished"]) == (3, False)
+
+
 def test_loaders_that_share_a_generator_continue_in_the_order_of_a_run_that_goes_on():
     def make():
         generator = torch.Generator().manual_seed(8)

@@ -9,6 +9,7 @@ of the chunks to be stored with the ranks that store them, and `PlanCache` keeps
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -310,6 +311,10 @@ def _differing_common(common_parts: Sequence[Mapping[str, str]], digests: Sequen
     return wrong
 
 
+_OF_LBFGS = re.compile(r"(^|\.)state\..+\.prev_loss$")
+"""Path of the loss that torch's LBFGS has seen last, by which it decides when to stop."""
+
+
 def _describe_common(path: str, sides: Mapping[str | None, Sequence[int]]) -> str:
     holders = [abbreviate_ranks(ranks) for value, ranks in sides.items() if value is not None]
     subject = f"common value {path!r}" if path else "the common part"
@@ -318,8 +323,8 @@ def _describe_common(path: str, sides: Mapping[str | None, Sequence[int]]) -> st
         return f"{subject} exists on {holders[0]}, but is {absent}"
     values = f"one value on {', another on '.join(holders)}{f', {absent}' if absent else ''}"
     advice = "make it equal, or wrap it in a ShardedObject"
-    if path.endswith(".prev_loss"):  # of torch's LBFGS, which decides by it when to stop
-        advice = "let the closure return the same loss on all ranks, as accelerator.reduce(loss.detach(), 'mean')"
+    if _OF_LBFGS.search(path):
+        advice += "; if it is of LBFGS, let its closure return the same loss on all ranks, such as their mean"
     return f"{subject} differs between ranks ({values}): {advice}"
 
 

@@ -861,7 +861,10 @@ def _find_unsendable(namespace: dict[str, Any]) -> str:
     from rankbook.runtime.strategies.transfer import sharded_models
 
     names = {id(value): name for name, value in namespace.items() if isinstance(value, torch.nn.Module)}
-    models = {names.get(id(raw), type(raw).__name__): raw for _, raw in sharded_models().values()}
+    models: dict[str, torch.nn.Module] = {}
+    for serial, (_, raw) in sharded_models().items():
+        name = names.get(id(raw), type(raw).__name__)
+        models[f"{name} ({serial})" if name in models else name] = raw
     if not models:
         return ""
     problems = check_pickling(models, _Reducer(namespace, with_data=False, shards=Shards(handed_over=True)))
@@ -896,7 +899,7 @@ def check_resize(namespace: dict[str, Any], hidden: Mapping[str, Any], world_siz
         answer["problem"] = (
             resize.find_problem(world_size)
             or _find_unmovable(namespace, resize.prepared_modules())
-            or (_find_unsendable(namespace) if world_size > dist.get_world_size() else "")
+            or ("" if dist.is_initialized() and world_size <= dist.get_world_size() else _find_unsendable(namespace))
         )
         if answer["problem"]:
             return answer

@@ -386,6 +386,7 @@ def clip_norm(
     Returns the total norm before, on every rank. torch's `clip_grad_norm_` rejects sparse gradients, and a mix of
     DTensors and plain tensors, as tensor-parallel models have. It returns only a partial norm for shards.
     """
+    norm_type = float(norm_type)  # torch takes the text "inf", too
     # The p-norm of all gradients is the p-norm of the norms of the groups.
     groups = group_by_layout(parameters)
     if not groups:
@@ -414,10 +415,10 @@ def _norm_of(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     largest = [values.abs().max().to(dtype) for values in local if values.numel()]
     norm = torch.stack(largest).max() if largest else torch.zeros((), dtype=dtype, device=local[0].device)
     # A backend need not keep NaN in a maximum.
-    found = torch.stack([norm.nan_to_num(float("inf"), float("inf")), norm.isnan().to(dtype)])
+    largest_and_nan = torch.stack([norm.nan_to_num(float("inf"), float("inf")), norm.isnan().to(dtype)])
     for axis in range(shards[0].device_mesh.ndim):
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=shards[0].device_mesh.get_group(axis))
-    return torch.where(found[1] > 0, float("nan"), found[0])
+        dist.all_reduce(largest_and_nan, dist.ReduceOp.MAX, group=shards[0].device_mesh.get_group(axis))
+    return torch.where(largest_and_nan[1] > 0, float("nan"), largest_and_nan[0])
 
 
 def _without_summands(gradient: DTensor) -> DTensor:

@@ -456,7 +456,8 @@ class GroupManager:
 
     def _enter_world(self, world_size: int) -> None:
         """Destroy all groups, which are those of another number of ranks."""
-        if dist.is_initialized():
+        # Not at the second attempt: the models still belong to the former groups.
+        if dist.is_initialized() and self._earlier_steps is None:
             self._earlier_steps = self._report_steps()
         self._launched_in_forgotten += self._creation_log.total
         self._launched_in_forgotten += sum(member.group.log.total for member in self._foreground().values())

@@ -369,8 +369,7 @@ class PreparedLoader(DataLoader[Any]):
         parts, position = self.parts, self.position
         position.load_state_dict(state_dict, parts.num_processes, parts.total_rows, last_seed())
         parts.tickets.forget_pass()
-        if parts.generator is not None:
-            _sharing.setdefault(parts.generator, weakref.WeakSet()).add(self)
+        _loaded.add(self)
         if position.seed is not None and parts.options is not None and parts.data_seed is None:
             note_loader_seed(position, position.seed)
         earlier = position.resume_after
@@ -397,7 +396,7 @@ class PreparedLoader(DataLoader[Any]):
         if device is not None and device.type == "cpu" and not torch.accelerator.is_available():
             device = None  # without an accelerator, all batches are on the CPU
         run, non_blocking, updates = position.run, self.parts.non_blocking, window.updates
-        others = _progress_of(state.dataloader_references)
+        others = _note_beginning(state.dataloader_references)
         try:
             with state.iterating(self):
                 for batch, share, last in self._arrivals():
@@ -524,8 +523,8 @@ class PreparedLoader(DataLoader[Any]):
         raise NotImplementedError
 
 
-_sharing: weakref.WeakKeyDictionary[torch.Generator, weakref.WeakSet[PreparedLoader]] = weakref.WeakKeyDictionary()
-"""The loaders that have loaded a state, by the generator of the user that they shuffle with."""
+_loaded: weakref.WeakSet[PreparedLoader] = weakref.WeakSet()
+"""The loaders that have loaded a state."""
 
 
 def _restoring_alike(loader: PreparedLoader) -> list[ReadPosition]:
@@ -536,7 +535,8 @@ def _restoring_alike(loader: PreparedLoader) -> list[ReadPosition]:
     generator, state = loader.parts.generator, loader.position.generator
     if generator is None or state is None:
         return []
-    others = [other.position for other in _sharing.get(generator, ()) if other.position is not loader.position]
+    loaders = [other for other in tuple(_loaded) if other.parts.generator is generator]
+    others = [other.position for other in loaders if other.position is not loader.position]
     return [
         other
         for other in others
@@ -549,9 +549,14 @@ def _restoring_alike(loader: PreparedLoader) -> list[ReadPosition]:
 # A loop within another one is told from that by the batches of the outer loader: it delivers none during the inner one.
 
 
-def _progress_of(loaders: Iterable[Any]) -> dict[int, tuple[int, int]]:
-    """Return the pass and the batches delivered of the active `loaders`, by the identity of their positions."""
+def _note_beginning(loaders: Iterable[Any]) -> dict[int, tuple[int, int]]:
+    """Note that the loop over the active `loaders` goes on with another pass, and return how far they are.
+
+    That is the number of the pass and of the batches delivered, by the identity of the loader's position.
+    """
     positions = [loader.position for loader in loaders if isinstance(loader, PreparedLoader)]
+    for position in positions:
+        position.partner_ended = -1
     return {id(position): (position.run, position.delivered) for position in positions}
 
 

@@ -159,8 +159,8 @@ class ModelPickling:
             *("_rankbook_tp_hooks", "_compiled_call_impl"),
         }
         # A class may leave out what cannot be sent, such as a lock. That of a parametrized module raises an error.
-        own: Any = None if nn.utils.parametrize.is_parametrized(module) else module.__getstate__()
-        values = own if isinstance(own, dict) else vars(module)
+        pickled: Any = None if nn.utils.parametrize.is_parametrized(module) else module.__getstate__()
+        values = pickled if isinstance(pickled, dict) else vars(module)
         state = {name: value for name, value in values.items() if name not in left_out}
         if isinstance(module, nn.RNNBase):  # lists of its parameters, which its `_apply` makes anew
             state.pop("_flat_weight_refs", None)
