@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from rankbook.checkpoint.state_dict.state_dicts import local_part
 from rankbook.control_collectives import gather_objects
@@ -21,7 +21,7 @@ from rankbook.numerics.relations import as_real
 from rankbook.protocol.queries import GradientEntry, LocalGradients
 from rankbook.runtime.gradient_state import GradientState, window
 from rankbook.runtime.prepare import prepared_optimizers
-from rankbook.runtime.strategies.base import reshard
+from rankbook.runtime.strategies.base import reshard, without_summands
 
 _PIECE = 1 << 22
 """Elements that are converted to float64 at a time."""
@@ -76,11 +76,9 @@ def _measure(key: str, parameter: torch.Tensor, scale: float) -> GradientEntry:
     weights = local_part(parameter)
     if gradient is None:
         return GradientEntry(key, place, None, _norm(weights), weights.numel())
-    if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
-        # The sum over the ranks is still to be taken.
-        whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
-        gradient = gradient.redistribute(placements=whole)
-    place = _place(gradient) if isinstance(gradient, DTensor) else place
+    if isinstance(gradient, DTensor):
+        gradient = without_summands(gradient)
+        place = _place(gradient)
     local = local_part(gradient)
     if local.layout is not torch.strided:
         local = local.coalesce().values()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
@@ -27,7 +27,7 @@ from rankbook.runtime.optimizer import check_added_gradients
 from rankbook.runtime.prepare import wrapper_of
 from rankbook.runtime.prepared import current_models, registered, replacement_of, strategy_of
 from rankbook.runtime.settings import AcceleratorSettings, autocast
-from rankbook.runtime.strategies.base import full_tensor, group_by_layout, hold_unreduced
+from rankbook.runtime.strategies.base import full_tensor, group_by_layout, hold_unreduced, without_summands
 
 
 class TrainingMethods(AcceleratorSettings):
@@ -410,7 +410,7 @@ def _norm_of(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     if norm_type != float("inf") or not shards:
         return full_tensor(get_total_norm(gradients, norm_type))
     # torch refuses this norm of an empty tensor, as the shards of a small parameter are on some ranks.
-    local = [_without_summands(gradient).to_local() for gradient in shards]
+    local = [without_summands(gradient).to_local() for gradient in shards]
     dtype = torch.float64 if any(values.dtype == torch.float64 for values in local) else torch.float32
     largest = [values.abs().max().to(dtype) for values in local if values.numel()]
     norm = torch.stack(largest).max() if largest else torch.zeros((), dtype=dtype, device=local[0].device)
@@ -419,14 +419,6 @@ def _norm_of(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     for axis in range(shards[0].device_mesh.ndim):
         dist.all_reduce(largest_and_nan, dist.ReduceOp.MAX, group=shards[0].device_mesh.get_group(axis))
     return torch.where(largest_and_nan[1] > 0, float("nan"), largest_and_nan[0])
-
-
-def _without_summands(gradient: DTensor) -> DTensor:
-    """Return a gradient whose summands on the ranks are added up, as sequence parallelism leaves them."""
-    if not any(placement.is_partial() for placement in gradient.placements):
-        return gradient
-    whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
-    return gradient.redistribute(placements=whole)
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
@@ -444,6 +436,6 @@ def clip_values(parameters: Sequence[torch.Tensor], bound: float) -> None:
         if not isinstance(gradient, DTensor):
             continue
         # The clamped summands do not add up to the clamped sum.
-        tensor.grad = gradient = _without_summands(gradient)
+        tensor.grad = gradient = without_summands(gradient)
         # Elements are independent, so every rank clamps its own shard.
         gradient.to_local().clamp_(-bound, bound)

@@ -23,7 +23,7 @@ from torch.distributed._composable import contract
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from rankbook.control_collectives import all_min
@@ -485,6 +485,14 @@ def is_sharded(model: nn.Module) -> bool:
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of a DTensor (a collective), or any other tensor itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def without_summands(gradient: DTensor) -> DTensor:
+    """Add up the summands of a gradient that sequence parallelism leaves on the ranks. A collective if it has some."""
+    if not any(placement.is_partial() for placement in gradient.placements):
+        return gradient
+    whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+    return gradient.redistribute(placements=whole)
 
 
 def group_by_layout(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
