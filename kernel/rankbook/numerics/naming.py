@@ -35,7 +35,10 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors_in(item)
+            if isinstance(item, torch.Tensor):
+                yield item
+            else:
+                yield from tensors_in(item)
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)

@@ -10,10 +10,10 @@ collective of this process; while it is off, none of them is registered and a st
     gradients           before the step of an optimizer: one reduction of each
     parameters          after it: one reduction of each
 
-A reduction is a sum. It is not finite if an element is not; if the sum has only overflowed, an exact check follows. On
-the CPU the result is read at once. On an accelerator, reading would wait for the device at every module, so the norms
-(`inf`, which cannot overflow) stay there, and are read together before the optimizer's step, and before the next
-forward pass if the step has several.
+A reduction is a sum, or a norm of all gradients or parameters in one call. It is not finite if an element is not; if it
+has only overflowed, an exact check follows. On the CPU the result is read at once. On an accelerator, reading would
+wait for the device at every module, so the norms (`inf`, which cannot overflow) stay there, and are read together
+before the optimizer's step, and before the next forward pass if the step has several.
 
 The *first* value is kept as an `Event`, with the module, the line and the number of collectives so far. The module
 whose output is the first one that is not finite need not be the culprit: its inputs may have been bad already, when
@@ -168,8 +168,8 @@ class NumberWatch:
         # is one of the passes in an earlier cell than the last.
         self._pass_cell, self._has_backward, self._is_earlier = cell, False, False
         self._finite_grads: set[int] = set()
-        # Weak: a pass that ran out of memory must not keep the model.
-        self._modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        # By id. Weak: a pass that ran out of memory must not keep the model.
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._positions: dict[str, int] = {}
         self._launches: list[tuple[str, int, Callable[[], str], str, bool, list[TensorWeakRef]]] = []
         self._wrapped = self._joined = self._scaled = False
@@ -266,7 +266,7 @@ class NumberWatch:
         elif self._is_unread or len(self._deferred) > _MAX_CALLS:
             self._read_deferred()
         self._forget_inputs(_MAX_CALLS)
-        self._modules[id(module)] = module
+        self._modules[id(module)] = weakref.ref(module)
         # Of a model that some of the ranks train, the others take no step: each of its ranks decides alone.
         if isinstance(module, DistributedDataParallel) and module.process_group.size() == dist.get_world_size():
             self._wrapped = True
@@ -354,10 +354,10 @@ class NumberWatch:
         if new_scale is None and any(float(found) > 0 for found in _found_infinities(scaler)):
             if first is not None and (first.phase not in (at.FORWARD, at.LOSS) or self._is_earlier):
                 self._first = None  # infinite gradients are in order
-            parameters = [p for module in self._modules.values() for p in module.parameters(recurse=False)]
+            parameters = [p for module in self._live_modules() for p in module.parameters(recurse=False)]
             self._shared = self._is_shared(parameters)
             try:
-                self._agree(max(self._steps.values(), default=0) + 1, (), parameters, 0.0)
+                self._agree(lambda: max(self._steps.values(), default=0) + 1, (), parameters, 0.0)
             except NumericalError as raised:
                 error = raised
         self._reset()
@@ -389,10 +389,10 @@ class NumberWatch:
     def _check(self, tensor: torch.Tensor, phase: str, call: _Call | None) -> bool:
         """Return False, and keep the first event, if `tensor` is not finite."""
         local = _local(tensor)
-        if not _is_float(local) or local.layout is not torch.strided or local.device.type == "meta":
+        if not _is_float(local) or local.layout is not torch.strided:
             return True
         if not is_on_host(local):
-            if local.numel():
+            if local.numel() and not local.is_meta:
                 # Detached: a graph would keep the output until the norm is read.
                 norm = _largest(local.detach())
                 self._deferred.append((phase, call, norm, () if phase == at.BACKWARD else executed_lines()))
@@ -451,14 +451,14 @@ class NumberWatch:
             return None
         step_ends.refused.discard(optimizer)
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        step = step_of(optimizer, self._steps[optimizer])
         # torch passes the optimizer itself as the first argument.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        counted = self._steps[optimizer]
         if closure is None:
-            self._check_before_update(optimizer, step)
+            self._check_before_update(optimizer, lambda: step_of(optimizer, counted))
             return None
         self._checked = False
-        checking = self._checking(closure, optimizer, step)
+        checking = self._checking(closure, optimizer, step_of(optimizer, counted))
         if len(args) > 1:
             return (args[0], checking, *args[2:]), kwargs
         return args, {**kwargs, "closure": checking}
@@ -469,14 +469,17 @@ class NumberWatch:
         @functools.wraps(closure)
         def checking(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the user's
             result = closure(*args, **kwargs)
-            self._check_before_update(optimizer, step, updated=self._checked)
+            self._check_before_update(optimizer, lambda: step, updated=self._checked)
             return result
 
         return checking
 
-    def _check_before_update(self, optimizer: torch.optim.Optimizer, step: int, *, updated: bool = False) -> None:
+    def _check_before_update(
+        self, optimizer: torch.optim.Optimizer, step: Callable[[], int], *, updated: bool = False
+    ) -> None:
         """Raise `NumericalError` on all ranks if one of them has gradients that the optimizer must not use.
 
+        `step` returns the number of the step, which only an error needs: it takes a look at every parameter's state.
         `updated`: the optimizer has updated the parameters in this step already, before the last passes.
         """
         self._checked = True
@@ -532,7 +535,7 @@ class NumberWatch:
         if self._any_rank(event is not None):
             step = step_of(optimizer, self._steps.get(optimizer, 0), done=True)
             self._raise(at.RankReport(control_collectives.this_rank(), step, event), None)
-        self._modules = weakref.WeakValueDictionary()
+        self._modules = {}
 
     # Agreement of the ranks
 
@@ -569,7 +572,7 @@ class NumberWatch:
 
     def _agree(
         self,
-        step: int,
+        step: Callable[[], int],
         gradients: tuple[torch.Tensor, ...],
         parameters: Sequence[torch.Tensor],
         norm: float,
@@ -598,7 +601,7 @@ class NumberWatch:
             largest = "" if by_norm is None else _module_of(self._names().parameter(parameters[by_norm]))
         report = at.RankReport(
             control_collectives.this_rank(),
-            step,
+            step(),
             event,
             # The other ranks' launches tell where a value comes from. Without theirs, the own ones would mislead.
             tuple(self._describe_launches()) if self._shared or self._ended is None else (),
@@ -642,7 +645,7 @@ class NumberWatch:
         """Return the names of running statistics that the passes have made non-finite, as those of a batch norm."""
         found = [
             (module, name)
-            for module in self._modules.values()
+            for module in self._live_modules()
             if hasattr(module, "reset_running_stats")
             for name, buffer in module.named_buffers(recurse=False)
             if kind_of(_local(buffer)) is not None
@@ -682,7 +685,7 @@ class NumberWatch:
             return at.Event(phase, module, first.kind, first.line, detail, first.positions)
 
         if first.phase == at.LOSS or first.call is None:
-            detail = "" if self._modules else "or before it, where no module is watched, as in a compiled model"
+            detail = "" if self._live_modules() else "or before it, where no module is watched, as in a compiled model"
             return event(at.LOSS, "loss", detail), None
         name = names.module(first.call.module)
         if first.phase == at.FORWARD:
@@ -718,19 +721,23 @@ class NumberWatch:
         return event(at.LOSS, "loss", "its gradient"), None
 
     def _names(self) -> ModuleNames:
-        return ModuleNames(namespace(), [*self._modules.values(), *self._replicated])
+        return ModuleNames(namespace(), [*self._live_modules(), *self._replicated])
+
+    def _live_modules(self) -> list[nn.Module]:
+        """Return the modules that the forward passes of this step have called."""
+        return [module for reference in self._modules.values() if (module := reference()) is not None]
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
     """Return True if reading a value of `tensor` does not wait for a device."""
-    return tensor.device.type == "cpu"
+    return tensor.is_cpu
 
 
 def kind_of(tensor: torch.Tensor) -> str | None:
     """Return "NaN" or "inf" if an element of `tensor` is not finite, otherwise None."""
-    values = _reducible(tensor.detach())
-    if not _is_float(values) or not values.numel():
+    if not _is_float(tensor):
         return None
+    values = _reducible(tensor.detach() if tensor.requires_grad else tensor)
     # In half precision a sum overflows early.
     total = values.sum(dtype=torch.float32) if values.dtype.itemsize < 4 else values.sum()
     if cmath.isfinite(total.item()):
@@ -767,7 +774,8 @@ def _kind_of_all(value: object) -> str | None:
 def _all_finite(tensors: Sequence[torch.Tensor]) -> bool:
     """Return False if an element of `tensors` may not be finite, so that they have to be looked at one by one."""
     if all(map(is_on_host, tensors)):
-        return all(cmath.isfinite(tensor.sum().item()) for tensor in tensors)
+        # One call for all of them, which reads the memory at its full speed.
+        return not tensors or all(math.isfinite(norm.item()) for norm in torch._foreach_norm(list(tensors)))
     # One read for all: reading waits for the device.
     return math.isfinite(torch.nn.utils.get_total_norm(list(tensors), 2.0).item())
 
