@@ -389,12 +389,22 @@ def compare_copies():
     net = Recomputed()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     answers["recomputed"] = compare(plain_step, net, optimizer, batch, layouts=("ddp", "fsdp2"))
+
+    def step_of_two_losses(model, optimizer, batch):
+        inputs, targets = batch
+        outputs = model(inputs)
+        torch.autograd.backward([(outputs - targets).square().mean(), outputs.abs().mean()])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for layouts in (("one rank", "ddp"), ("ddp", "fsdp2")):
+        answers[f"two losses, {layouts}"] = compare(step_of_two_losses, net, optimizer, batch, layouts=layouts)
     return {name: str(answer) for name, answer in answers.items() if not answer.equal}, len(answers)
 
 
 @pytest.mark.processes
 def test_copies_of_tensor_parallel_models_and_of_models_with_unused_layers_agree():
-    assert run_ranks(compare_copies, 2) == [({}, 7)] * 2
+    assert run_ranks(compare_copies, 2) == [({}, 9)] * 2
 
 
 def options_of_the_copy():

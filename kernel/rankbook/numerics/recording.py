@@ -23,7 +23,7 @@ import hashlib
 import math
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -557,15 +558,21 @@ class Recorder:
             # A DTensor is divided over ranks of a tensor-parallel group, which all run this hook.
             self.keep((FORWARD, label + suffix), tensor)
 
-    def before_backward(self, loss: torch.Tensor) -> None:
-        """Record the loss, and put the gradients so far aside in the reference."""
+    @property
+    def in_backward(self) -> bool:
+        """Return True during a backward pass."""
+        return self._in_backward
+
+    def before_backward(self, losses: Iterable[torch.Tensor]) -> None:
+        """Record the loss or losses, and put the gradients so far aside in the reference."""
         if self.reference:
             self._aside = {name: parameter.grad for name, parameter in self._names.items()}
             for parameter in self._names.values():
                 parameter.grad = None
-        call = self._calls["loss"]
-        self._calls["loss"] += 1
-        self.keep((LOSS, f"call {call + 1}" if call else "loss"), loss)
+        for loss in losses:
+            call = self._calls["loss"]
+            self._calls["loss"] += 1
+            self.keep((LOSS, f"call {call + 1}" if call else "loss"), loss)
         self._in_backward = True
 
     def after_backward(self) -> None:
@@ -641,20 +648,25 @@ def record(
         for name, module in built.inner.named_modules()
     ]
     handles.append(register_optimizer_step_pre_hook(lambda optimizer, *_: recorder.before_step(optimizer)))
-    original = torch.Tensor.backward
+    original = torch.autograd.backward
 
+    # Every `Tensor.backward` calls it.
     @functools.wraps(original)
-    def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as torch's
-        recorder.before_backward(loss)
-        original(loss, *args, **kwargs)  # type: ignore[no-untyped-call]
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as torch's
+        if recorder.in_backward:  # activation checkpointing runs a backward pass inside of the one
+            original(tensors, *args, **kwargs)
+            return
+        losses: list[Any] = [tensors] if isinstance(tensors, (torch.Tensor, GradientEdge)) else list(tensors)
+        recorder.before_backward(loss for loss in losses if isinstance(loss, torch.Tensor))
+        original(losses, *args, **kwargs)
         recorder.after_backward()
 
-    torch.Tensor.backward = backward  # type: ignore[method-assign, assignment]
+    torch.autograd.backward = backward
     try:
         with _solo_group(step) if reference else contextlib.nullcontext():
             step(built.model, built.optimizer, batch)
     finally:
-        torch.Tensor.backward = original  # type: ignore[method-assign]
+        torch.autograd.backward = original
         for handle in handles:
             handle.remove()
     reshard(built.inner)
