@@ -244,12 +244,9 @@ def _count(calls, name, original, *args, **kwargs):
 def _counts_collectives():
     calls = []
     tensors = {"a": torch.ones(3), "b": [torch.ones(2, 2), torch.ones(1)], "n": torch.tensor(1)}
-    for name in ("all_reduce", "all_gather_single"):
-        original = getattr(collectives.dist, name)
-        counted = functools.partial(_count, calls, name, original)
-        setattr(collectives.dist, name, counted)
-        if name == "all_gather_single":
-            collectives._all_gather = counted
+    # By its name since torch 2.13, whichever function it is.
+    collectives._all_gather = functools.partial(_count, calls, "all_gather_single", collectives._all_gather)
+    collectives.dist.all_reduce = functools.partial(_count, calls, "all_reduce", collectives.dist.all_reduce)
     gather(tensors)
     gathered, calls[:] = sorted(calls), []
     reduced = reduce(tensors, "sum")

@@ -102,6 +102,9 @@ net = torch.nn.Linear(2, 1)
 accelerator = Accelerator()
 model, optimizer, loader = accelerator.prepare(
     net, torch.optim.AdamW(net.parameters()), torch.utils.data.DataLoader(data, batch_size=2))
+for (batch,) in loader:  # torch 2.10 makes the counters of AdamW on the default device
+    accelerator.backward(model(batch).square().mean())
+    optimizer.step()
 torch.set_default_device("meta")  # nothing can be read from a tensor there
 try:
     for (batch,) in loader:

@@ -400,7 +400,7 @@ def train_with_two_optimizers(folder):
     def optimizers_of(model):
         matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
         biases = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-        return torch.optim.Muon(matrices, 0.02), torch.optim.AdamW(biases, 0.02)
+        return torch.optim.Muon(matrices, 0.01), torch.optim.AdamW(biases, 0.02)
 
     def step(model, optimizers, rows, backward, clip):
         backward(model(rows).square().mean())

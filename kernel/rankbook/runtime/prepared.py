@@ -294,10 +294,9 @@ def _layout(parameters: list[nn.Parameter]) -> dict[str, int]:
 
 def _class_name(model: nn.Module) -> str:
     """Return the name of the model's own class, rather than of the subclass that `fully_shard` creates."""
-    # `fully_shard` makes a class FSDPLinear of FSDPModule and Linear, in a module of torch's.
-    names = [
+    # `fully_shard` makes a class FSDPLinear of FSDPModule and Linear. By name, since FSDP2 is imported only when used.
+    return next(
         base.__name__
         for base in type(model).__mro__
-        if base.__module__ != "torch.distributed.fsdp._fully_shard._fsdp_init"
-    ]
-    return names[0] if not names[0].startswith("FSDPModule") else names[1]
+        if all(parent.__name__ != "FSDPModule" for parent in base.__mro__)
+    )
