@@ -9,7 +9,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tqdm import tqdm
 
@@ -33,6 +33,8 @@ def terminal(text: str) -> list[str]:
             y, x = max(0, y - 1), 0
         elif token == "\x1b[K":
             del rows[y][x:]
+        elif token == "\x1b[2K":
+            rows[y].clear()
         elif token.startswith("\x1b"):
             continue
         else:
@@ -77,10 +79,13 @@ def test_any_bytes_in_any_chunks_give_the_same_text(data, cuts):
 
 @given(
     st.lists(
-        st.sampled_from(["\r", "\n", "\b", "\x1b[K", "\x1b[31m", "\x1b[m", " ", "   ", "a", "bc", "défg", "█" * 9])
+        st.sampled_from(
+            ["\r", "\n", "\b", "\x1b[K", "\r\x1b[2K", "\x1b[31m", "\x1b[m", " ", "   ", "a", "bc", "défg", "█" * 9]
+        )
     ),
     st.lists(st.integers(0, 10_000)),
 )
+@example(["\r\x1b[2K", "a", "\r\x1b[2K", "bc"], [])
 def test_rows_that_are_overwritten_show_what_a_terminal_shows(tokens, cuts):
     text = "".join(tokens)
     result = lines_of(TerminalStream(0, "stdout"), chunked(text.encode(), cuts))
@@ -91,6 +96,37 @@ def test_rows_that_are_overwritten_show_what_a_terminal_shows(tokens, cuts):
 def test_the_cursor_goes_up_as_in_a_terminal(tokens):
     text = "".join(tokens)
     assert plain(lines_of(TerminalStream(0, "stdout"), [text.encode()])) == plain(terminal(text))
+
+
+@pytest.mark.parametrize("position", [1, 2, 5])
+def test_a_bar_that_stands_some_rows_below_the_cursor_is_one_row(position):
+    # As tqdm(position=...) draws it: each part in a chunk of its own.
+    stream, lines = TerminalStream(0, "stderr"), []
+    for number in range(20):
+        for part in ("\n" * position, "\r", f"bar {number}", "\x1b[A" * position):
+            block = stream.process(part.encode(), float(number))
+            lines += [] if block is None else block.split("\n")
+    assert lines == [""] * position  # the first time, nobody can know that the cursor comes back
+    assert [row.text for row in stream.hidden_rows()] == ["bar 19"]
+    assert lines_of(stream, [b"done\n"]) == ["done", "bar 19"]
+
+
+def test_rows_between_which_the_cursor_moves_are_printed_once_when_other_text_follows():
+    stream, lines = TerminalStream(0, "stdout"), []
+    for number in range(3):  # as rich draws two bars
+        lines += [
+            stream.process(part.encode(), 0.0) for part in (f"one {number}\ntwo {number}", "\r\x1b[2K\x1b[A\x1b[2K")
+        ]
+    lines += [stream.process(part.encode(), 0.0) for part in ("one 3\n", "two 3\n", "three\n")]
+    assert [line for line in lines if line is not None] == ["one 0", "one 3\ntwo 3\nthree"]
+    assert not stream.hidden_rows() and stream.end(0.0) is None
+
+
+def test_a_line_that_other_output_ends_takes_the_kept_rows_above_it_along():
+    stream = TerminalStream(0, "stdout")
+    for part in ("a\nb", "\x1b[A", "c\n", "\n", "plain"):
+        last = stream.process(part.encode(), 0.0)
+    assert last is None and stream.end_plain_line() == "c\nb\nplain"
 
 
 @pytest.mark.parametrize(

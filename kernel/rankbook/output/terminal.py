@@ -2,8 +2,9 @@ r"""Terminal emulation for output streams: decode bytes to lines, apply carriage
 
 A `TerminalStream` is one stream of one rank. It decodes UTF-8 across chunk borders, and handles `\r`, `\b` and the
 escape sequences for moving the cursor up and erasing text. Plain text takes a fast path, a block at a time. Only rows
-that can still change are kept: the current row, and those that the cursor can return to, since tqdm draws its second
-bar as `\n`, `\r`, the bar, and `\x1b[A` to go back to the first.
+that can still change are kept: the current row, those above it that are shown live, and those that the cursor has come
+back to. tqdm draws a bar at position 2 as `\n\n`, `\r`, the bar, and `\x1b[A\x1b[A` to go back, and does so again
+for every update. So the way back counts from where it began, also if the rows on the way have been printed as lines.
 
 A row that stays unfinished is shown in a `LiveDisplay`: a display that is updated in place, with one row per progress
 bar and rank. `LiveDisplays` manages those of a cell.
@@ -42,7 +43,8 @@ class TerminalRow:
     `column` is the cursor position, None at the end of the text. `since` is the time of the first write. `rewritten` is
     True once a carriage return, backspace or erasure has marked the row as one to be overwritten. `display` is the live
     display that shows it, if any. `live` is False for rows above the cursor, and `reachable` is True while the cursor
-    can return to the row.
+    can return to the row. `kept`: the cursor has moved up to the row, past it or from it, and may come back to it.
+    `returned`: the row was returned as a line before, and is blank since the cursor has come back to it.
     """
 
     __slots__ = (
@@ -52,9 +54,11 @@ class TerminalRow:
         "column",
         "display",
         "index",
+        "kept",
         "length",
         "live",
         "reachable",
+        "returned",
         "rewritten",
         "since",
         "terminal",
@@ -68,7 +72,7 @@ class TerminalRow:
         self.live = self.reachable = True
         self.index = 0
         self.display: LiveDisplay | None = None
-        self.rewritten = False
+        self.rewritten = self.kept = self.returned = False
         self.since = 0.0
         self._text = ""
         # Text that was appended at the end. It is joined only when the text is needed, because a row may grow by many
@@ -141,6 +145,7 @@ class TerminalRow:
             self.column = None
 
     def _set(self, text: str) -> None:
+        self._more.clear()
         self._text, self.length, self.blank = text, len(text), _is_blank(text)
         if self.display is not None:
             self.display.changed = True
@@ -185,7 +190,7 @@ class TerminalStream:
     The lines of a block are joined by newlines; the last line has none.
     """
 
-    __slots__ = ("_bytes", "_escape", "_rows", "_y", "rank", "stream")
+    __slots__ = ("_bytes", "_escape", "_has_kept", "_returned", "_rows", "_y", "rank", "stream")
 
     def __init__(self, rank: int, stream: StreamName) -> None:
         self.rank = rank
@@ -194,6 +199,8 @@ class TerminalStream:
         self._escape = ""
         self._rows = [TerminalRow(self)]
         self._y = 0
+        self._has_kept = False
+        self._returned = 0  # rows above the first one, which have been returned as lines; at most _MAX_CURSOR_UP
 
     def process(self, data: bytes, now: float) -> str | None:
         """Process a chunk; return the lines it completes, without those shown in a live display, or None."""
@@ -206,7 +213,8 @@ class TerminalStream:
         # The end of a line on Windows is not a carriage return that rewrites the row.
         if "\r" in text:
             text = text.replace("\r\n", "\n")
-        plain = row.display is None and not row.rewritten  # false if others are below
+        # False if there are rows below.
+        plain = row.display is None and not (row.rewritten or self._has_kept)
         # The slow path only for text that moves the cursor. Colours alone do not.
         if not plain or "\r" in text or "\b" in text or ("\x1b" in text and _MOVES.search(text)):
             return self._process_controls(text, now)
@@ -215,6 +223,8 @@ class TerminalStream:
         block = None
         if newline:
             block = row.text + complete if row.length else complete
+            if self._returned < _MAX_CURSOR_UP:
+                self._returned = min(_MAX_CURSOR_UP, self._returned + complete.count("\n") + 1)
             self._reset()
         if rest:
             self._rows[self._y].write(rest, now)
@@ -234,7 +244,7 @@ class TerminalStream:
             row = self._rows.pop()
             row.live = row.reachable = False
         self._y = len(self._rows)
-        block = self._commit()
+        block = self._commit(last=True)
         self._reset()
         return block
 
@@ -248,8 +258,9 @@ class TerminalStream:
         row = self._rows[self._y]
         if not row.length or row.rewritten or row.display is not None:
             return None
+        above = self._commit(last=True)
         self._reset()
-        return row.text
+        return row.text if above is None else f"{above}\n{row.text}"
 
     @property
     def unfinished(self) -> bool:
@@ -264,7 +275,7 @@ class TerminalStream:
     def _reset(self) -> None:
         for row in self._rows:
             row.live = row.reachable = False
-        self._rows, self._y = [TerminalRow(self)], 0
+        self._rows, self._y, self._has_kept = [TerminalRow(self)], 0, False
 
     def _hold_escape(self, text: str) -> str:
         # Keep an incomplete escape sequence at the end of a chunk until the next chunk completes it.
@@ -276,8 +287,8 @@ class TerminalStream:
         return text[:start]
 
     # Slow path of `process`, for text with control characters. `_rows[_y]` is the row with the cursor. Rows above it
-    # are kept only while they are shown live and within `_MAX_CURSOR_UP`, and rows below it exist after a cursor
-    # movement up.
+    # are kept only while they are shown live, or the cursor has come back to them, and within `_MAX_CURSOR_UP`. Rows
+    # below it exist after a cursor movement up.
 
     def _process_controls(self, text: str, now: float) -> str | None:
         position = 0
@@ -288,8 +299,7 @@ class TerminalStream:
             if match[0] == "\n":
                 self._line_feed()
             elif match[2] == "A":
-                self._y = max(0, self._y - _count(match[1]))
-                self._rows[self._y].move("\r")  # programs return to the first column after moving up
+                self._move_up(_count(match[1]))
             else:
                 self._rows[self._y].move(match[0], match[1] or "")
         if position < len(text):
@@ -310,28 +320,48 @@ class TerminalStream:
         else:
             self._rows[self._y].move("\r")
 
-    def _commit(self) -> str | None:
+    def _move_up(self, count: int) -> None:
+        """Move the cursor up by `count` rows, to the first column, as programs mean it."""
+        # The rows that have been returned as lines take their place again, but cannot be changed any more.
+        missing = min(count - self._y, self._returned, _MAX_CURSOR_UP + 1 - len(self._rows))
+        if missing > 0:
+            above = [TerminalRow(self) for _ in range(missing)]
+            for row in above:
+                row.returned = True
+            self._rows[:0] = above
+            self._y += missing
+            self._returned -= missing
+        start, self._y = self._y, max(0, self._y - count)
+        for row in self._rows[self._y : start + 1]:
+            row.kept = self._has_kept = True
+        self._rows[self._y].move("\r")
+
+    def _commit(self, *, last: bool = False) -> str | None:
         """Return the rows above the cursor as lines, and forget them.
 
-        Rows in a live display are kept while the cursor can return to them, and are not returned.
+        Rows in a live display are kept while the cursor can return to them, and are not returned. So are rows that it
+        has come back to, except if this is the `last` time.
         """
-        lines = []
         # Rows that are too far up cannot be reached any more, whether they are shown live or not.
         dropped = max(0, self._y - _MAX_CURSOR_UP)
         for index, row in enumerate(self._rows[: self._y]):
             row.live = False
-            if (
-                row.display is not None and row.length > MAX_LIVE_WIDTH
-            ):  # a live display shows only its last MAX_LIVE_WIDTH characters
-                row.display.drop(row)
-            if row.display is None:
-                lines.append(row.final)
+            # A live display shows only the last MAX_LIVE_WIDTH characters of a row.
+            if row.length > MAX_LIVE_WIDTH:
+                row.kept = False
+                if row.display is not None:
+                    row.display.drop(row)
+            if row.display is None and (last or not row.kept):
                 dropped = index + 1
-        for row in self._rows[:dropped]:
+        gone = self._rows[:dropped]
+        lines = [row.final for row in gone if row.display is None and not (row.returned and row.blank)]
+        for row in gone:
             row.reachable = False
         # Rows are removed from the top only, so that the distances for the cursor stay right.
         del self._rows[:dropped]
         self._y -= dropped
+        self._returned = min(_MAX_CURSOR_UP, self._returned + dropped)
+        self._has_kept = self._has_kept and any(row.kept for row in self._rows)
         for row in self._rows[self._y :]:
             row.live = True
         return "\n".join(lines) if lines else None
