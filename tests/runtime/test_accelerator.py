@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from rankbook.errors import InvalidArgument
-from rankbook.numerics.gradients import local_gradients
 from rankbook.protocol import telemetry
 from rankbook.runtime import (
     Accelerator,
@@ -138,14 +137,15 @@ def test_a_plain_loop_after_a_window_left_by_break_steps():
     model, optimizer, loader = accelerator.prepare(*one_weight(), DataLoader(Stream(ROWS), batch_size=1))
     other = accelerator.prepare(DataLoader(Stream(ROWS), batch_size=1))
     assert run(accelerator, model, optimizer, loader, stop=5) == [2]
-    assert accelerator.sync_gradients and window.is_open
-    assert not local_gradients(model, "model").reduced
-    optimizer.zero_grad()
+    assert accelerator.sync_gradients and not window.is_open
+    assert model.weight.grad is None, "it was not reduced, and must reach no step"
+    optimizer.step()
+    assert model.weight.item() == -2
     for batch in loader:
         model(batch).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert (optimizer.steps, model.weight.item()) == (8, pytest.approx(-2 - ROWS.sum().item()))
+    assert (optimizer.steps, model.weight.item()) == (9, pytest.approx(-2 - ROWS.sum().item()))
 
     for number, batch in enumerate(loader):
         with accelerator.accumulate(model):
@@ -172,7 +172,7 @@ def test_a_window_that_goes_on_over_loops_is_not_ended_by_break():
     assert run(accelerator, model, optimizer, loader, stop=1) == [2]
 
 
-def test_an_error_inside_a_loop_that_goes_on_begins_a_new_window():
+def test_a_window_goes_on_after_an_error_that_is_caught_inside_of_the_loop():
     accelerator = Accelerator(gradient_accumulation_steps=3)
     model, optimizer, loader = accelerator.prepare(*one_weight(), DataLoader(Stream(ROWS), batch_size=1))
     changes = []
@@ -188,7 +188,34 @@ def test_an_error_inside_a_loop_that_goes_on_begins_a_new_window():
             continue
         if model.weight.item() != before:
             changes.append(round(before - model.weight.item(), 5))
-    assert changes == [pytest.approx((3 + 10 + 20) / 3), pytest.approx((30 + 100) / 2)]
+    assert changes == [pytest.approx((1 + 2 + 3) / 3), pytest.approx((10 + 20 + 30) / 3), pytest.approx(100)]
+
+
+def test_a_window_is_dropped_if_an_error_has_ended_its_loop():
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    model, optimizer, loader = accelerator.prepare(*one_weight(), DataLoader(Stream(ROWS), batch_size=1))
+    other = accelerator.prepare(DataLoader(Stream(ROWS), batch_size=1))
+
+    def fail():
+        for number, batch in enumerate(loader):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).mean())
+                _ = 1 / (number - 1)
+
+    with pytest.raises(ZeroDivisionError) as kept:  # the traceback keeps the loop's iterator
+        fail()
+    assert run(accelerator, model, optimizer, other) == pytest.approx([2, 20, 100])
+    assert kept.value is not None
+
+
+def test_a_model_that_is_prepared_again_has_what_unwrapping_has_removed():
+    accelerator = Accelerator(mixed_precision="bf16", dynamo_plugin=TorchDynamoPlugin(backend="eager"))
+    model = accelerator.prepare(nn.Linear(2, 2))
+    forward, compiled = type(model.forward), model._compiled_call_impl
+    raw = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
+    assert type(raw.forward) is not forward and compiled is not None and model._compiled_call_impl is None
+    assert accelerator.prepare(model) is model
+    assert type(raw.forward) is forward and model._compiled_call_impl is not None
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the second one does step before

@@ -243,3 +243,63 @@ with multiprocessing.get_context("spawn").Pool(1) as pool:
 """,
             ranks=[0],
         )
+
+
+ACCUMULATION = """
+from rankbook import Accelerator, AcceleratorState
+AcceleratorState._reset_state()
+accelerator = Accelerator(gradient_accumulation_steps=4)
+net = torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.zeros_(net.weight)
+model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 1.0))
+
+def batch():
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.sync_gradients
+"""
+
+
+@pytest.mark.parametrize("error", ["raise ValueError('bad data')", "rankbook_interrupt()"])
+def test_a_failed_cell_without_collectives_begins_new_windows_on_all_ranks(cluster, error):
+    cluster.run(ACCUMULATION)
+    cluster.run("import signal\ndef rankbook_interrupt():\n    signal.raise_signal(signal.SIGINT)")
+    with pytest.raises(CellError):
+        cluster.run(f"for _ in range(3):\n    _ = batch()\n    if rank == 1:\n        {error}")
+    cluster.run("synced = [batch() for _ in range(6)]", timeout=30)
+    assert cluster.pull("synced") == [[False, False, False, True, False, False]] * 3
+
+
+def test_a_caught_error_on_one_rank_leaves_its_window_in_step_with_the_others(cluster):
+    cluster.run(ACCUMULATION)
+    cluster.run(
+        "loader = accelerator.prepare(torch.utils.data.DataLoader(range(27), batch_size=1))\n"
+        "synced = []\n"
+        "for number, _ in enumerate(loader):\n"
+        "    try:\n"
+        "        with accelerator.accumulate(model):\n"
+        "            if rank == 1 and number == 1:\n"
+        "                raise ValueError('a bad sample')\n"
+        "            accelerator.backward(model(torch.ones(1, 1)).sum())\n"
+        "            optimizer.step()\n"
+        "            optimizer.zero_grad()\n"
+        "    except ValueError:\n"
+        "        continue\n"
+        "    if accelerator.sync_gradients:\n"
+        "        synced.append((number, round(-net.weight.item(), 4)))",
+        timeout=30,
+    )
+    first = round(11 / 12, 4)  # of twelve batches, one is left out
+    assert cluster.pull("synced") == [[(3, first), (7, first + 1), (8, first + 2)]] * 3
+
+
+def test_a_model_reduces_its_gradients_again_after_an_interrupt_at_the_beginning_of_a_batch(cluster):
+    cluster.run(ACCUMULATION)
+    cluster.run("_ = [batch(), batch()]")
+    with pytest.raises(KeyboardInterrupt):
+        # As if the interrupt had come between the two lines of `AccumulateContext.__enter__`.
+        cluster.run("batch()\nmodel.require_backward_grad_sync = rank != 0\nraise KeyboardInterrupt")
+    cluster.run("model(torch.full((1, 1), rank + 1.0)).sum().backward()\nreduced = net.weight.grad.item()", timeout=30)
+    assert cluster.pull("reduced") == [2.0] * 3

@@ -702,7 +702,8 @@ def join_and_tell():
 
     accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2))
     model = small_model()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, 0.9))
     loader = accelerator.prepare(DataLoader(torch.randn(9, 8), batch_size=2))
     batches = len(loader)
     with accelerator.join_uneven_inputs([model], even_batches=False):
@@ -711,7 +712,13 @@ def join_and_tell():
             lengths.append(len(batch))
             accelerator.backward(model(batch).square().mean())
             optimizer.step()
+            scheduler.step()
             optimizer.zero_grad()
+    momentum = next(iter(optimizer.state.values()))["momentum_buffer"].sum().item()
+    states = accelerator.gather_for_metrics(
+        [(optimizer.steps, momentum, scheduler.get_last_lr())], use_gather_object=True
+    )
+    assert states[0] == states[1] and optimizer.steps == 3
     weights = accelerator.gather(model.module[0].weight.detach().sum())
     assert weights[0] == weights[1]
     assert len(loader) == batches, "as before the block"

@@ -580,9 +580,10 @@ class Done(Message, frozen=True):
     """Report that the cell has ended on this rank.
 
     `payload` is the answer to `CallFunction` and `FetchValue`, or the `Measured` of a measured cell. `collectives`
-    counts the collectives that the cell started on this rank, and `groups` has the state of their process groups.
-    `lost_device` is the error of a device that has failed for good, and executes nothing any more. `place` is where the
-    rank is in a protected training.
+    counts the collectives that the cell started on this rank, and its batches of gradient accumulation, which have to
+    be equally many on all ranks, too. `groups` has the state of the process groups that it used. `lost_device` is the
+    error of a device that has failed for good, and executes nothing any more. `place` is where the rank is in a
+    protected training.
     """
 
     cell: int

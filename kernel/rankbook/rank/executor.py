@@ -120,6 +120,7 @@ _ASSIGNS_ACCELERATOR = re.compile(
 
 
 _PROTECTION = "rankbook.runtime.protection"
+_GRADIENT_STATE = "rankbook.runtime.gradient_state"
 _WATCH = "rankbook.numerics.watch"
 _REPORT_TIME = 2.0
 """Seconds by which an interrupt is postponed while the report of an error is made."""
@@ -199,7 +200,7 @@ class Executor:
 
         User code runs until `disarm`, also after the task itself: an error's `__str__`, a stream's `flush`.
         """
-        start, launched = perf_counter(), self._group.launched
+        start, launched = perf_counter(), self._launched()
         packed: Packed | None = None
         error: BaseException | None = None
         report: ErrorReport | None = None
@@ -238,7 +239,7 @@ class Executor:
         self._debuggee.end()
         self._end_if_forked()
         lost_device = "" if error is None else self._lost_device()
-        if error is not None and self._group.launched > launched:
+        if error is not None and self._launched() > launched:
             self._group.note_failed_cell()
         # Also after an error: the times of a failed cell are of interest.
         if self._measurement is not None:
@@ -250,12 +251,21 @@ class Executor:
             seconds=perf_counter() - start,
             error=report,
             payload=packed.payload if packed else None,
-            collectives=self._group.launched - launched,
+            collectives=self._launched() - launched,
             groups=self._group.report_used(),
             lost_device=lost_device,
             place=self._place() if isinstance(message, (RunCell, CallFunction)) else None,
         )
         return done, packed.frames if packed else ()
+
+    def _launched(self) -> int:
+        """Return the number of collectives and of batches of gradient accumulation so far.
+
+        After different numbers of either, the ranks have to begin anew together.
+        """
+        gradient_state = loaded_module(_GRADIENT_STATE)
+        batches = gradient_state.window.batches if gradient_state is not None else 0
+        return self._group.launched + batches
 
     @staticmethod
     def _place() -> TrainingPlace | None:

@@ -13,6 +13,7 @@ without it with the forward pass of a prepared model in a loop over a prepared l
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import time
@@ -57,6 +58,7 @@ def install() -> None:
     # The window is in a module that imports neither models nor optimizers, so it gets these functions from here.
     window.drop_gradients = _drop_gradients
     window.synchronize_replicas = _synchronize_replicas
+    window.gather_replicas = functools.partial(_synchronize_replicas, to_most_steps=True)
     window.count_steps = _count_steps
     telemetry.offer_source("training", _training_step)
 
@@ -77,8 +79,12 @@ def restart_accumulation() -> None:
     """
     # Without a shared state no Accelerator exists in this process, and no window.
     if GradientState._shared_state:
+        was_open = window.is_open
         window.abort(GradientState())
-        for _, wrapped in prepared.prepared_models():
+        if was_open:  # its gradients are not reduced, and a loop without `accumulate` would use them
+            _drop_gradients()
+        for strategy, wrapped in prepared.prepared_models():
+            strategy.set_sync(wrapped, True)  # an interrupt may have come while a batch began or ended
             settle_before_training(wrapped)
 
 
@@ -118,12 +124,15 @@ class _TrainingProgress(NamedTuple):
         )
 
 
-def _synchronize_replicas() -> None:
+def _synchronize_replicas(*, to_most_steps: bool = False) -> None:
     """Copy replicated models, optimizer states and schedules from one rank, where the ranks differ. A collective.
 
     A rank may have failed before a step that others took, or in the middle of a step. The source is the first rank
     whose last step has ended. The scale of fp16 becomes that of the source as well, because a rank may have skipped a
     step that others took. Shards are left as they are, with a warning: no other rank has what a rank lacks.
+
+    `to_most_steps`: the ranks have made different numbers of steps on purpose, and all take the state of the first rank
+    with the most, without a warning.
     """
     if not dist.is_initialized():
         return
@@ -155,9 +164,12 @@ def _synchronize_replicas() -> None:
     # A step that did not end has changed some of the parameters, and others on another rank.
     cut = {rank: row.cut.intersection(serials) for rank, row in enumerate(rows) if row.cut.intersection(serials)}
     source = next((rank for rank in range(len(rows)) if rank not in cut), 0)
-    _copy_replicas(rows, copies, {serial: wrappers[serial] for serial in serials}, cut, source)
+    if to_most_steps:
+        source = max(range(len(rows)), key=lambda rank: sum(rows[rank].steps[serial] for serial in serials))
+    warn = _log.debug if to_most_steps else _log.warning
+    _copy_replicas(rows, copies, {serial: wrappers[serial] for serial in serials}, cut, source, warn)
     # After the optimizers, whose options are a part of the schedules.
-    _copy_schedules(rows, schedulers, source)
+    _copy_schedules(rows, schedulers, source, warn)
 
 
 def _copy_replicas(
@@ -166,6 +178,7 @@ def _copy_replicas(
     wrappers: dict[int, AcceleratedOptimizer],
     cut: dict[int, set[int]],
     source: int,
+    warn: Callable[..., None],
 ) -> None:
     """Copy models and optimizer states from the rank `source`, if the ranks have made different steps. A collective.
 
@@ -214,7 +227,7 @@ def _copy_replicas(
             if optimizer_module.after_step is not None  # the training is protected
             else "load the last checkpoint with load_state"
         )
-        _log.warning(
+        warn(
             "%s; %s",
             cause,
             f"the shards of a model are from different steps now: {remedy}."
@@ -225,7 +238,12 @@ def _copy_replicas(
         )
 
 
-def _copy_schedules(rows: list[_TrainingProgress], schedulers: dict[int, AcceleratedScheduler], source: int) -> None:
+def _copy_schedules(
+    rows: list[_TrainingProgress],
+    schedulers: dict[int, AcceleratedScheduler],
+    source: int,
+    warn: Callable[..., None],
+) -> None:
     serials = sorted(set.intersection(*(set(row.schedules) for row in rows)))
     # Also those of sharded optimizers: the learning rates are the same on all ranks.
     different = [serial for serial in serials if len({row.schedules[serial] for row in rows}) > 1]
@@ -236,7 +254,7 @@ def _copy_schedules(rows: list[_TrainingProgress], schedulers: dict[int, Acceler
     dist.broadcast_object_list(schedules, source)
     if is_source:
         names = ", ".join(type(schedulers[serial].scheduler).__name__ for serial in different)
-        _log.warning(
+        warn(
             "The schedulers of the ranks were in different states (%s); all continue with that of rank %s, and with "
             "its learning rates.",
             names,

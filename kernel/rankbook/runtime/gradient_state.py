@@ -222,6 +222,8 @@ class AccumulationWindow:
         drop_gradients: clears the gradients of all prepared models and optimizers.
         synchronize_replicas: makes the replicas on all ranks equal again, after the process groups were formed anew
             (`snapshot_files.replicas_may_differ`). A collective.
+        gather_replicas: the same after ranks have made different numbers of steps on purpose: all take the state of the
+            rank with the most.
     """
 
     def __init__(self) -> None:
@@ -238,11 +240,13 @@ class AccumulationWindow:
         self.scaler: torch.amp.GradScaler | None = None
         self.drop_gradients: Callable[[], None] = lambda: None
         self.synchronize_replicas: Callable[[], None] = lambda: None
+        self.gather_replicas: Callable[[], None] = lambda: None
         self._position = 0
         self._length: int | None = None
         self._loop: object | None = None
         self._is_open = False
         self._stale = False
+        self._has_failed = False  # the last batch, with an error
         self._rescale = 1.0
         self._rescaled: set[int] = set()
 
@@ -263,8 +267,9 @@ class AccumulationWindow:
     # loss must be divided by the window's length before the length is certain: it is `num_steps`, or the number of
     # batches that the loader has left. If the loader ends earlier than its length promised, `rescale_gradients`
     # multiplies the gradients by divisor / count just before they are used. A window ends when it is full or its loader
-    # ends. If a loop is left in the middle of one (`break`, an error), the window is stale: its gradients are cleared
-    # when the next batch begins, on all ranks alike.
+    # ends. If a loop is left in the middle of one (`break`, an error), its gradients are dropped: at once, or, if the
+    # loop cannot be seen to have ended, when the next batch begins. After an error that is caught inside of the loop,
+    # the window goes on: the ranks without the error are in the middle of theirs.
     #
     # Example: `num_steps` is 4, and a loader has 6 batches. The losses of the first window are divided by 4, those of
     # the second by 2, because the loader's length says that 2 batches are left. If its length is unknown, they are
@@ -282,6 +287,7 @@ class AccumulationWindow:
         loop = gradients._active[-1] if gradients._active else None
         if loop is not self._loop:
             self._begin_loop(loop, gradients)
+        self._has_failed = False
         self.settle()
         # A new window begins. Fewer than `steps` batches may be left: then their number is the divisor.
         if not self._is_open:
@@ -320,7 +326,8 @@ class AccumulationWindow:
 
     def _begin_loop(self, loop: Any, gradients: GradientState) -> None:  # noqa: ANN401 - an entry of GradientState._active
         # Of two loaders that are read in turn, one may begin again while the loop over the other one goes on.
-        goes_on = self._loop is not None and any(entry is self._loop for entry in gradients._active)
+        # After an error, the traceback may keep the iterator of a loop that has ended.
+        goes_on = not self._has_failed and self._loop is not None and self._loop in gradients._active
         # If windows go on over the ends of loops, or there is no loop, the length of a window is always `num_steps`.
         self._loop, self._position, self._length = loop, 0, None
         if not gradients.sync_with_dataloader or loop is None:
@@ -339,11 +346,13 @@ class AccumulationWindow:
         self._position = max(0, delivered - 1 - getattr(loader, "skip_batches", 0))
 
     def end_loops(self, gradients: GradientState) -> None:
-        """Let optimizers step outside of `accumulate`, if the loop of this window was left in the middle of it."""
-        # The next `accumulate` drops the gradients of the window, see `_begin_loop`.
+        """Drop this window if its loop was left in the middle of it; optimizers may step outside of `accumulate`."""
         is_left = self._loop is not None and all(loop is not self._loop for loop in gradients._active)
         if is_left and self._is_open and not self.in_batch and gradients.sync_with_dataloader:
+            self._is_open = False
             gradients._set_sync_gradients(True)
+            # At once: they are not reduced, so that with a step on them the ranks would come apart.
+            self.drop_gradients()
 
     def rescale_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Rescale the gradients of `parameters`, if the window was shorter than expected.
@@ -362,8 +371,20 @@ class AccumulationWindow:
         """Leave gradients as they are from now on: those of a backward pass that belongs to no window."""
         self._rescale = 1.0
 
+    def fail_batch(self) -> None:
+        """Note that a batch has failed on this rank, and perhaps on no other.
+
+        If the error is caught inside of the loop, the window goes on, so that it ends at the same batch on all ranks.
+        If it ends a cell, the window is dropped on all ranks, by `abort`.
+        """
+        self.in_batch = False
+        self._has_failed = True
+        if not self._is_open:  # the gradients of the window were to be used in this batch
+            self._stale = True
+            self._rescale = 1.0
+
     def abort(self, gradients: GradientState) -> None:
-        """End the window after an error in a batch; its gradients are dropped before the next batch.
+        """End the window after a cell that has failed; its gradients are dropped before the next batch.
 
         The other ranks may have failed at a different batch, and all ranks have to start with the same state.
         """
@@ -472,4 +493,4 @@ class AccumulateContext:
             self._set_sync(True)
         # A `return`, `break` or `continue` in the block is no failure: `kind` is None.
         if kind is not None:
-            window.abort(self._gradients)
+            window.fail_batch()

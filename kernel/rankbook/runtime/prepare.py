@@ -29,7 +29,7 @@ from rankbook.runtime.data.loaders import prepare_data_loader
 from rankbook.runtime.gradient_state import remove_settling
 from rankbook.runtime.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from rankbook.runtime.prepared import PrepareContext, PreparedModel, report_loader, report_model, report_optimizer
-from rankbook.runtime.settings import install_forward, remove_forward
+from rankbook.runtime.settings import MixedForward, install_forward, remove_forward
 from rankbook.runtime.strategies.base import full_tensor, mesh_for, restored_on_error, update_one_by_one_where_mixed
 from rankbook.runtime.strategies.fsdp2 import moved_in_parts
 
@@ -145,6 +145,7 @@ def prepare_model(
     if earlier is not None:
         earlier.strategy.restore_parameters(raw)
     if earlier is not None and earlier.wrapped() is model and earlier.signature == _signature(raw, context, evaluation):
+        _restore_unwrapped(model, raw, context)
         return model
     name = earlier.name if earlier is not None else f"model {next(_model_numbers)}"
     release_model(raw)
@@ -193,6 +194,14 @@ def register_received_model(wrapped: nn.Module, context: PrepareContext) -> None
             _compile(wrapped, context)
         name, signature = f"model {next(_model_numbers)}", _signature(raw, context, evaluation=False)
         registry.register_model(raw, PreparedModel(weakref.ref(wrapped), context.strategy, signature, name))
+
+
+def _restore_unwrapped(model: nn.Module, raw: nn.Module, context: PrepareContext) -> None:
+    """Install again what `unwrap` has removed from a prepared model."""
+    if not isinstance(raw.__dict__.get("forward"), MixedForward):
+        install_forward(raw, context.precision, context.setup.device, context.setup.handlers.autocast)
+    if context.dynamo.active and not any(module in _compiled for module in model.modules()):
+        _compile(model, context)
 
 
 def release_model(model: nn.Module) -> nn.Module:
@@ -258,7 +267,8 @@ def unwrap(model: nn.Module, *, keep_fp32_wrapper: bool = True, keep_torch_compi
     """Return the original model, which stays prepared.
 
     With `keep_fp32_wrapper=False` its mixed-precision forward is removed, with `keep_torch_compile=False` its
-    compilation. `torch.compile` of a model that is wrapped already has compiled the wrapper, and goes with it.
+    compilation, until it is prepared again. `torch.compile` of a model that is wrapped already has compiled the
+    wrapper, and goes with it.
     """
     inner: nn.Module = model
     compiled: nn.Module | None = None

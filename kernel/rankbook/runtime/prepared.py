@@ -296,7 +296,5 @@ def _class_name(model: nn.Module) -> str:
     """Return the name of the model's own class, rather than of the subclass that `fully_shard` creates."""
     # `fully_shard` makes a class FSDPLinear of FSDPModule and Linear. By name, since FSDP2 is imported only when used.
     return next(
-        base.__name__
-        for base in type(model).__mro__
-        if all(parent.__name__ != "FSDPModule" for parent in base.__mro__)
+        base.__name__ for base in type(model).__mro__ if all(parent.__name__ != "FSDPModule" for parent in base.__mro__)
     )

@@ -76,7 +76,8 @@ class TrainingMethods(AcceleratorSettings):
         Args:
             models: models that are trained in the block; by default all prepared models, of whichever `Accelerator`.
 
-        A window that was left open by an error or a `break` is dropped; the next block starts a new one, on all ranks.
+        A window that was left open by a `break`, or by a cell that failed, is dropped; the next block starts a new one,
+        on all ranks. After an error that is caught inside of the loop, the window goes on with the next batch.
 
         Example::
 
@@ -255,7 +256,9 @@ class TrainingMethods(AcceleratorSettings):
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
         """Allow ranks to have different numbers of batches within the block.
 
-        A rank without further batches shadows the collectives of the others (`torch.distributed.algorithms.Join`).
+        A rank without further batches shadows the collectives of the others (`torch.distributed.algorithms.Join`). At
+        the end of the block, all ranks take the weights, the optimizer states and the schedules of the rank with the
+        most steps.
 
         Args:
             joinables: models under DDP. Raises `TypeError` for other models.
@@ -288,6 +291,9 @@ class TrainingMethods(AcceleratorSettings):
         try:
             with joined:
                 yield
+            # `Join` copies the models only.
+            if able and self.use_distributed:
+                window.gather_replicas()
         finally:
             for sampler, value in before:
                 sampler.even_batches = value
