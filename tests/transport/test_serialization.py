@@ -28,6 +28,7 @@ from rankbook.protocol.messages import Buffer, Payload
 from rankbook.transport import tensors
 from rankbook.transport.serialization import pack, reduce_class, set_class_content, unpack
 from rankbook.transport.shared_memory import SegmentStore
+from tests.rank_processes import run_code
 
 LARGE = 1 << 20
 
@@ -751,3 +752,27 @@ def test_the_notebook_pays_for_no_torch():
         "assert not {'torch', 'numpy'} & set(sys.modules), 'imported'\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+IN_A_CYCLE = """
+import gc, torch
+from rankbook.runtime.data.loaders import _reduce_tensor
+from rankbook.transport.tensors import _SentSlice
+tensor = torch.zeros(1000)
+sent = _SentSlice(tensor.untyped_storage(), 0, 4000, keep_device=False)
+buffers = [_reduce_tensor(tensor)[1][0], sent.buffer]
+del sent
+while buffers:
+    buffer = buffers.pop()
+    view = buffer.raw()
+    cycle = [buffer, view, view[10:]]
+    cycle.append(cycle)
+    del buffer, view, cycle
+    gc.collect()
+"""
+
+
+@pytest.mark.processes
+def test_buffers_in_the_traceback_of_an_interrupt_can_be_collected():
+    done = run_code(IN_A_CYCLE)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -41,11 +41,7 @@ _FETCHED_AT_ONCE = 64 << 20  # bytes of an accelerator's memory that are in the 
 
 Reduction = tuple[Any, ...]
 
-_WRITABLE = 0x200  # PyBUF_WRITE
 # torch's storages do not have the buffer protocol, which pickle needs to take memory without a copy.
-_memory_at = ctypes.pythonapi.PyMemoryView_FromMemory
-_memory_at.restype = ctypes.py_object
-_memory_at.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
 
 
 @dataclass(frozen=True)
@@ -350,9 +346,11 @@ def _device_type(storage: torch.UntypedStorage) -> str:
     return storage.device.type
 
 
-def _memory(address: int, size: int) -> memoryview:
+def _memory(address: int, size: int) -> ctypes.Array[ctypes.c_ubyte] | bytearray:
     """Return the bytes at an address of a storage, valid as long as the storage lives.
 
-    numpy is not used: a tensor whose `.numpy()` was taken can never be resized again.
+    numpy is not used: a tensor whose `.numpy()` was taken can never be resized again. Nor is a memoryview: CPython
+    crashes when it collects a cycle with a `PickleBuffer` of one and a view of that, as in the traceback of an
+    interrupt.
     """
-    return _memory_at(address, size, _WRITABLE) if size else memoryview(bytearray())
+    return (ctypes.c_ubyte * size).from_address(address) if size else bytearray()

@@ -127,7 +127,8 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:  # noqa: ANN401 - as `__reduce_
     if not is_dense or tensor.is_meta or tensor.is_conj() or tensor.is_neg() or tensor.requires_grad or tensor.__dict__:
         return tensor.__reduce_ex__(5)
     # `cpu()` and `contiguous()` return the tensor itself where possible, so most batches are not copied.
-    memory = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    # Of the array and not of its `data`: CPython crashes when it collects a cycle with the buffer of a memoryview.
+    memory = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return _restore_tensor, (pickle.PickleBuffer(memory), tensor.dtype, tuple(tensor.shape))
 
 
