@@ -103,6 +103,9 @@ def test_a_folder_and_a_module_that_are_not_there_are_named(tmp_path):
         imports={"m": "no_such_module"},
         path=sys.path,
         folder=str(tmp_path / "no"),
+        host="",
+        path_changes=recovery.PathChanges([], [], []),
+        has_moved=True,
         watch=None,
         environment={},
         settings=recovery.torch_settings(),
@@ -112,6 +115,29 @@ def test_a_folder_and_a_module_that_are_not_there_are_named(tmp_path):
     assert fresh == {"kept": 2}
     assert adopted["imports"] == 0
     assert set(adopted["missing"]) == {"the current folder", "m"}
+
+
+@pytest.mark.parametrize("has_moved", [False, True])
+def test_a_rank_of_another_host_keeps_its_own_folders_and_takes_what_cells_have_changed(
+    tmp_path, monkeypatch, has_moved
+):
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(there)
+    path = ["/there/own", "/there/packages"]
+    monkeypatch.setattr(recovery, "own_host", "ipc:///there/requests")
+    monkeypatch.setattr(recovery, "first_path", path)
+    monkeypatch.setattr(recovery, "first_folder", str(here if has_moved else there))
+    monkeypatch.setattr(sys, "path", ["/added", "/there/own", "/more"])
+    packed = recovery.export_state({"kept": 1}, {}, ["kept"], SegmentStore(tmp_path))
+    state = unpack(packed.payload, packed.frames, unlink=True, folder=tmp_path)
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(recovery, "own_host", "")
+    monkeypatch.setattr(sys, "path", ["/here/own", "/there/packages", "/here/packages"])
+    adopted = recovery.adopt_state({}, lambda: state)
+    assert sys.path == ["/added", "/here/own", "/here/packages", "/more"] and not adopted["missing"]
+    assert Path.cwd() == (there if has_moved else here)
 
 
 STATEFUL = """
@@ -204,6 +230,9 @@ def test_a_module_that_cannot_be_imported_any_more_is_named(tmp_path):
         imports={"m": "edited_module"},
         path=[str(tmp_path), *sys.path],
         folder=str(tmp_path),
+        host="",
+        path_changes=recovery.PathChanges([], [], []),
+        has_moved=True,
         watch=None,
         environment={},
         settings=recovery.torch_settings(),

@@ -158,6 +158,7 @@ def _adopt_notebook_environment(request: ForkRank) -> None:
     # The generators of accelerators are made in the rank, with seeds of their own.
     recovery.first_seed = torch.default_generator.seed()
     recovery.first_environment = dict(os.environ)
+    recovery.first_folder, recovery.own_host = str(Path.cwd()), request.store
     torch.set_num_threads(request.threads)
 
 
@@ -252,6 +253,7 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
     os_utils.record_originals()
     if request.modules:
         ModuleSync(modules_folder(request.modules), request.modules, Path.cwd()).install()
+    recovery.first_path = list(sys.path)
     _run_tasks(control, executor)
     # After the control thread has ended: exit functions and saves are user code, whose output `capture.end` sends.
     saved = _shut_down(link, group, control.patience)
@@ -398,7 +400,7 @@ class ModuleSync(MetaPathFinder):
         """See `importlib.abc.MetaPathFinder`. Finds nothing itself."""
         folder = str(self._folder)
         if path is None:
-            # The state of a rank of another host has its `sys.path`.
+            # A cell may have replaced `sys.path`.
             if folder not in sys.path:
                 sys.path.insert(0, folder)
             if name in sys.stdlib_module_names or name == "rankbook":

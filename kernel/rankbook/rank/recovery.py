@@ -109,13 +109,22 @@ class TorchSettings(TypedDict):
     detect_anomaly: bool
 
 
+class PathChanges(NamedTuple):
+    """What cells have changed in `sys.path`: entries before and behind those of the start, and the removed ones."""
+
+    before: list[str]
+    behind: list[str]
+    removed: list[str]
+
+
 class ExportedState(TypedDict):
     """The exported part of a rank's state. `imports` maps names to modules, `path` is `sys.path`.
 
-    `folder` is the current folder, empty if it was removed. `watch` are the conditions of the number watch, None if it
-    is off. `environment` has the environment variables that cells have changed, None for a deleted one. `settings` are
-    those of `torch_settings`. `newest_hook` has a higher number than all hooks of modules and optimizers; torch numbers
-    further ones from there on.
+    `folder` is the current folder, empty if it was removed. `host` is that of the rank (`own_host`): a rank of another
+    one takes only what cells have changed, that is `path_changes`, and `folder` if `has_moved`. `watch` are the
+    conditions of the number watch, None if it is off. `environment` has the environment variables that cells have
+    changed, None for a deleted one. `settings` are those of `torch_settings`. `newest_hook` has a higher number than
+    all hooks of modules and optimizers; torch numbers further ones from there on.
     """
 
     newest_hook: RemovableHandle
@@ -123,6 +132,9 @@ class ExportedState(TypedDict):
     imports: dict[str, str]
     path: list[str]
     folder: str
+    host: str
+    path_changes: PathChanges
+    has_moved: bool
     watch: Any
     environment: dict[str, str | None]
     settings: TorchSettings
@@ -199,6 +211,9 @@ def export_state(
         imports=imports,
         path=list(sys.path),
         folder=folder,
+        host=own_host,
+        path_changes=_path_changes(),
+        has_moved=folder != first_folder,
         watch=watch.active_conditions() if watch is not None else None,
         environment=changed_environment(),
         settings=torch_settings(),
@@ -224,12 +239,19 @@ def adopt_state(namespace: dict[str, Any], open_state: Callable[[], ExportedStat
         adopted["refused"] = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
         return adopted
     missing = adopted["missing"]
-    # Before the imports, which may need it.
-    sys.path[:] = state["path"]
-    try:
-        os.chdir(state["folder"])
-    except OSError as error:
-        missing["the current folder"] = str(error) if state["folder"] else "it was removed"
+    # Before the imports, which may need it. Another host has other packages, and may have other folders.
+    is_here = state["host"] == own_host
+    if is_here:
+        sys.path[:] = state["path"]
+    else:
+        changes = state["path_changes"]
+        kept = [entry for entry in sys.path if entry not in changes.removed]
+        sys.path[:] = dict.fromkeys((*changes.before, *kept, *changes.behind))
+    if is_here or state["has_moved"]:
+        try:
+            os.chdir(state["folder"])
+        except OSError as error:
+            missing["the current folder"] = str(error) if state["folder"] else "it was removed"
     for name, value in state["environment"].items():
         if value is None:
             os.environ.pop(name, None)
@@ -329,6 +351,22 @@ _OWN_VARIABLES = frozenset(
 """Environment variables of one process: where it is (`launch.placement.place_variables`), and its service of wandb."""
 first_environment: dict[str, str] = {}
 """The environment at the start of the rank."""
+first_path: list[str] = []
+"""`sys.path` at the start of the rank."""
+first_folder = ""
+"""The current folder at the start of the rank."""
+own_host = ""
+"""The address of this host's agent, by which hosts differ; empty on the notebook's host."""
+
+
+def _path_changes() -> PathChanges:
+    first = next((index for index, entry in enumerate(sys.path) if entry in first_path), 0)
+    added = [(index, entry) for index, entry in enumerate(sys.path) if entry not in first_path]
+    return PathChanges(
+        [entry for index, entry in added if index < first],
+        [entry for index, entry in added if index >= first],
+        [entry for entry in first_path if entry not in sys.path],
+    )
 
 
 def changed_environment() -> dict[str, str | None]:

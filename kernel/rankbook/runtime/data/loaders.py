@@ -129,7 +129,8 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:  # noqa: ANN401 - as `__reduce_
     # `cpu()` and `contiguous()` return the tensor itself where possible, so most batches are not copied.
     # Of the array and not of its `data`: CPython crashes when it collects a cycle with the buffer of a memoryview.
     memory = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return _restore_tensor, (pickle.PickleBuffer(memory), tensor.dtype, tuple(tensor.shape))
+    buffer = pickle.PickleBuffer(memory)  # type: ignore[arg-type, unused-ignore]  # unknown before Python 3.12
+    return _restore_tensor, (buffer, tensor.dtype, tuple(tensor.shape))
 
 
 def _restore_tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:  # noqa: ANN401 - a buffer
