@@ -411,6 +411,12 @@ class DistributedMagics(Magics):
         cluster = self._cluster()
         ranks = cluster.select(command.ranks)
         names = tuple(dict.fromkeys(map(python_name, command.names)))
+        for name in names:
+            if not is_variable_name(name):  # the ranks' variable may have that attribute, with another value
+                raise InvalidArgument(
+                    f"%distributed push: {name!r} is not the name of a variable; push the whole variable, or assign "
+                    "the value to one first"
+                )
         missing = tuple(name for name in names if name not in self._shell.user_ns)
         for name in missing:
             self._check_on_ranks(cluster, ranks, name)

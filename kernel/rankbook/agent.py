@@ -645,6 +645,16 @@ class ModuleCopies:
             return
         path.unlink(missing_ok=True)
         self._remove_compiled(path)
+        # A folder without files would be imported as an empty package.
+        folder = path.parent
+        while folder != self._folder and f"{folder.relative_to(self._folder).as_posix()}/" not in self._written:
+            with contextlib.suppress(OSError):
+                (folder / "__pycache__").rmdir()
+            try:
+                folder.rmdir()
+            except OSError:  # it has other modules, or was removed before
+                break
+            folder = folder.parent
 
     @staticmethod
     def _remove_compiled(path: Path) -> None:

@@ -142,8 +142,15 @@ def test_modules_are_removed_and_what_could_not_be_written_is_written_later(shor
     folder.mkdir(mode=0o700)
     copies = ModuleCopies(folder)
     copies.write(0, {"model/__init__.py": b"1", "names/": b"", "kept.py": b"2"})
-    copies.write(0, {"model.py": b"3"}, ("model/__init__.py", "names/", "never.py"))
     below = modules_folder(copies.address)
+    copies.write(0, {"old/deep/part.py": b"1", "old/__init__.py": b"1", "old/other.py": b""})
+    (below / "old" / "__pycache__").mkdir()
+    copies.write(0, {}, ("old/__init__.py", "old/deep/part.py"))
+    assert [file.name for file in (below / "old").iterdir() if file.suffix] == ["other.py"]
+    assert not (below / "old" / "deep").exists()
+    copies.write(0, {}, ("old/other.py",))
+    assert not (below / "old").exists(), "it would be imported as an empty package"
+    copies.write(0, {"model.py": b"3"}, ("model/__init__.py", "names/", "never.py"))
     assert {file.name for file in below.rglob("*.py")} == {"model.py", "kept.py"} and not (below / "names").exists()
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))

@@ -297,6 +297,8 @@ def test_push_of_a_variable_that_the_ranks_have_succeeds_with_a_message(notebook
     assert notebook.ok("%%distributed\nprint(on_ranks, mine)").stdout == "[0] [0] 1\n[1] [1] 1\n", "as they were"
     reported = "partly: nothing to copy, is not in the notebook but already on rank 1\n"
     assert notebook.ok("%distributed push partly --ranks 1").stdout == reported
+    notebook.ok("class Holder: value = 1\nholder = Holder()")
+    assert "push the whole variable" in refused(notebook, "%distributed push holder.value")
     reported = refused(notebook, "%distributed push mine partly")
     assert "variable 'partly' is defined neither in the notebook nor on ranks 0-1" in reported
 

@@ -141,14 +141,28 @@ def test_an_update_of_a_display_that_an_earlier_cells_panel_has_shown_is_shown_a
     assert [(block.ranks, block.data) for block in reader.blocks.values()] == [((1,), {"text/plain": "50 %"})]
 
 
+def test_merged_output_shows_a_display_of_an_earlier_cells_panel_again_and_then_updates_it():
+    reader = Reader()
+    reader.show(1, {"text/plain": "0 %"}, name="merged later")
+    reader.merger.flush(1.0)
+    reader.close()
+    merged = OutputMerger(range(2), key="k", cluster_key="c")
+    for is_known in (False, True):
+        for rank in (0, 1):
+            message = Display(cell=2, kind="update", data={"text/plain": "x"}, metadata={}, display_id="merged later")
+            merged.add_output(rank, message, 2.0)
+        names = {"rankbook-c-0-merged later": True, "rankbook-c-1-merged later": is_known}
+        assert {emit.display_id: emit.update for emit in merged.flush(3.0)} == names
+
+
 def test_displays_of_earlier_cells_are_forgotten_over_the_limit(monkeypatch):
-    monkeypatch.setattr(by_rank, "_display_ids", {})
+    monkeypatch.setattr(by_rank, "shown_by_rank", {})
     monkeypatch.setattr(by_rank, "_MAX_DISPLAY_IDS", 10)
     reader = Reader()
     for number in range(25):
         reader.show(0, {}, name=str(number))
     reader.merger.flush(1.0)
-    assert len(by_rank._display_ids) <= 10 and ("c", 0, "24") in by_rank._display_ids
+    assert len(by_rank.shown_by_rank) <= 10 and ("c", 0, "24") in by_rank.shown_by_rank
 
 
 def test_progress_bar_is_one_block_until_it_ends():

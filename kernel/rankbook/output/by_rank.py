@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rankbook.output.interleave import ClearItem, DisplayItem, Ranks, Rows, SingleItem, TextBatch
-from rankbook.output.merger import Emit, RichOutput, earlier_display_update
+from rankbook.output.merger import Emit, RichOutput, earlier_display_update, shown_by_rank
 from rankbook.output.terminal import LiveDisplays, TerminalRow
 from rankbook.protocol import StreamName
 
@@ -25,12 +25,6 @@ _KEEP_OPEN_ABOVE = 400
 """Number of blocks from which lines join a block of an earlier flush, even if lines of other ranks came between."""
 _MAX_DISPLAY_IDS = 10_000
 """Number of displays of earlier cells that are remembered."""
-
-_display_ids: dict[tuple[str, int, str], None] = {}
-"""Displays that were shown by rank in any cell: cluster key, rank and display id, oldest first.
-
-The front end does not know these ids, because such a display is a part of its panel's HTML.
-"""
 
 
 @dataclass(frozen=True)
@@ -205,7 +199,7 @@ class ByRankOutput:
             if name is not None and (key := self._displays[name]) in self._blocks:
                 self._put_block(OutputBlock(key, ranks, data=message.data, metadata=message.metadata))
             return
-        if is_update and name is not None and (self._cluster_key, *name) not in _display_ids:
+        if is_update and name is not None and (self._cluster_key, *name) not in shown_by_rank:
             update = earlier_display_update(self._cluster_key, ranks[0], message)
             self._updates[update.display_id] = update
             return
@@ -284,8 +278,8 @@ class ByRankOutput:
 
 def _remember_display(cluster_key: str, rank: int, display_id: str) -> None:
     """Record that a display was shown by rank."""
-    _display_ids[cluster_key, rank, display_id] = None
-    if len(_display_ids) > _MAX_DISPLAY_IDS:
+    shown_by_rank[cluster_key, rank, display_id] = None
+    if len(shown_by_rank) > _MAX_DISPLAY_IDS:
         # A copy, because the driver thread of another cluster may add to it meanwhile.
-        for oldest in list(_display_ids)[: _MAX_DISPLAY_IDS // 2]:
-            _display_ids.pop(oldest, None)
+        for oldest in list(shown_by_rank)[: _MAX_DISPLAY_IDS // 2]:
+            shown_by_rank.pop(oldest, None)

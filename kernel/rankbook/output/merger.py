@@ -533,10 +533,13 @@ class _MergedView:
         in_html = not several or _shows_html(message.data)
         data = dict(message.data) if is_widget else _label_bundle(message.data, label, in_html=in_html)
         # An update changes a display in place, wherever it is, so it neither ends the text nor applies a pending clear.
-        if name is not None and message.kind == "update":
+        # One of an earlier panel, which has become static, is shown again in this cell, and has an id from then on.
+        in_panel = (self._cluster_key, ranks[0], str(message.display_id))
+        if name is not None and message.kind == "update" and in_panel not in shown_by_rank:
             self._updates[name] = RichOutput(data, message.metadata, name, update=True)
             self._history.update(ranks[0], message)
             return
+        shown_by_rank.pop(in_panel, None)
         self._apply_pending_clear()
         self._end_text()
         # An image has no place for a label, so the label is shown as text above it.
@@ -635,6 +638,13 @@ def earlier_display_update(cluster_key: str, rank: int, message: Display) -> Ric
     """Return the update of a display that `rank` has shown in the merged output of an earlier cell."""
     data = _label_bundle(message.data, f"[{rank}]", in_html=_shows_html(message.data))
     return RichOutput(data, message.metadata, _display_id(cluster_key, rank, message), update=True)
+
+
+shown_by_rank: dict[tuple[str, int, str], None] = {}
+"""Displays that were shown by rank in any cell: cluster key, rank and display id, oldest first.
+
+The front end does not know these ids, because such a display is a part of its panel's HTML.
+"""
 
 
 def _display_id(cluster_key: str, rank: int, message: Display) -> str:
