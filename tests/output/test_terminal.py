@@ -122,6 +122,16 @@ def test_rows_between_which_the_cursor_moves_are_printed_once_when_other_text_fo
     assert not stream.hidden_rows() and stream.end(0.0) is None
 
 
+def test_rows_that_the_cursor_has_left_come_before_other_output():
+    stream = TerminalStream(0, "stdout")
+    assert [stream.process(part, 0.0) for part in (b"start\n", b"\x1b[A\x1b[2Kdone\n")] == ["start", None]
+    assert stream.end_plain_line() == "done"
+    assert lines_of(stream, [b"after\n"]) == ["after"]
+    for part in (b"\n\n", b"\rbar", b"\x1b[A\x1b[A"):
+        stream.process(part, 0.0)
+    assert stream.end_plain_line() is None and [row.text for row in stream.hidden_rows()] == ["bar"]
+
+
 def test_a_line_that_other_output_ends_takes_the_kept_rows_above_it_along():
     stream = TerminalStream(0, "stdout")
     for part in ("a\nb", "\x1b[A", "c\n", "\n", "plain"):

@@ -480,6 +480,7 @@ class Recorder:
         self._names = dict(built.inner.named_parameters())
         self._steps = 0
         self._in_backward = False
+        self._aside: dict[str, torch.Tensor | None] = {}
 
     def keep(self, key: Key, tensor: torch.Tensor, note: str = "", change: float = 0.0) -> None:
         """Keep a tensor's summary. A collective for a sharded tensor."""
@@ -575,6 +576,14 @@ class Recorder:
             self.keep((LOSS, f"call {call + 1}" if call else "loss"), loss)
         self._in_backward = True
 
+    def leave_backward(self) -> None:
+        """End a backward pass that has failed: put the gradients of before it back, with what it has computed."""
+        self._in_backward = False
+        for name, aside in self._aside.items():
+            if aside is not None:
+                grad = self._names[name].grad
+                self._names[name].grad = aside if grad is None else grad + aside
+
     def after_backward(self) -> None:
         """Average the gradients of the reference over all ranks, and record them."""
         self._in_backward = False
@@ -658,7 +667,11 @@ def record(
             return
         losses: list[Any] = [tensors] if isinstance(tensors, (torch.Tensor, GradientEdge)) else list(tensors)
         recorder.before_backward(loss for loss in losses if isinstance(loss, torch.Tensor))
-        original(losses, *args, **kwargs)
+        try:
+            original(losses, *args, **kwargs)
+        except BaseException:  # the step may catch it, and go on
+            recorder.leave_backward()
+            raise
         recorder.after_backward()
 
     torch.autograd.backward = backward

@@ -251,13 +251,14 @@ class TerminalStream:
     def end_plain_line(self) -> str | None:
         """End the current row if it is a plain unfinished line that is not shown live, and return it.
 
-        Called when something else follows in the rank's output.
+        Called when something else follows in the rank's output. Rows above it that were kept come along.
         """
         # A row that has been rewritten is a progress bar. It stays unfinished, because it goes on after the other
-        # output.
+        # output. So do the rows above a bar, and those that a bar below the cursor belongs to.
         row = self._rows[self._y]
         if not row.length or row.rewritten or row.display is not None:
-            return None
+            has_bar = any(not other.blank for other in self._rows[self._y :])
+            return None if has_bar or not self._has_kept else self._commit(last=True)
         above = self._commit(last=True)
         self._reset()
         return row.text if above is None else f"{above}\n{row.text}"

@@ -79,9 +79,9 @@ def restart_accumulation() -> None:
     """
     # Without a shared state no Accelerator exists in this process, and no window.
     if GradientState._shared_state:
-        was_open = window.is_open
+        has_gradients = window.has_unused_gradients
         window.abort(GradientState())
-        if was_open:  # its gradients are not reduced, and a loop without `accumulate` would use them
+        if has_gradients:  # they may not be reduced, and a loop without `accumulate` would use them
             _drop_gradients()
         for strategy, wrapped in prepared.prepared_models():
             strategy.set_sync(wrapped, True)  # an interrupt may have come while a batch began or ended

@@ -256,6 +256,11 @@ class AccumulationWindow:
         return self._is_open
 
     @property
+    def has_unused_gradients(self) -> bool:
+        """True if gradients of this window wait for more batches, or for the step of a batch that has failed."""
+        return self._is_open or self._has_failed
+
+    @property
     def updates(self) -> int:
         """Number of backward passes and optimizer steps, which tells whether a loop has trained."""
         return self.backwards + self.count_steps()
@@ -388,7 +393,7 @@ class AccumulationWindow:
 
         The other ranks may have failed at a different batch, and all ranks have to start with the same state.
         """
-        self._is_open = False
+        self._is_open = self._has_failed = False
         self._stale = True
         self._rescale = 1.0
         self.in_batch = False
