@@ -292,8 +292,10 @@ class TrainingMethods(AcceleratorSettings):
             with joined:
                 yield
             # `Join` copies the models only. Ranks that are in none of their groups are not here.
-            if able and self.use_distributed and all(
-                dist.get_world_size(joinable.join_process_group) == dist.get_world_size() for joinable in able
+            if (
+                able
+                and self.use_distributed
+                and all(dist.get_world_size(joinable.join_process_group) == dist.get_world_size() for joinable in able)
             ):
                 window.gather_replicas()
         finally:
