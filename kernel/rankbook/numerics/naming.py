@@ -35,7 +35,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            if isinstance(item, torch.Tensor):
+            if isinstance(item, torch.Tensor):  # without a generator of its own: the watch asks for every module
                 yield item
             else:
                 yield from tensors_in(item)

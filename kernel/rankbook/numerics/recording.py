@@ -479,8 +479,8 @@ class Recorder:
         self._starts: dict[str, torch.Tensor] = {}
         self._names = dict(built.inner.named_parameters())
         self._steps = 0
-        self._in_backward = False
-        self._aside: dict[str, torch.Tensor | None] = {}
+        self.in_backward = False
+        self._aside: dict[nn.Parameter, torch.Tensor | None] = {}  # gradients of before the backward pass
 
     def keep(self, key: Key, tensor: torch.Tensor, note: str = "", change: float = 0.0) -> None:
         """Keep a tensor's summary. A collective for a sharded tensor."""
@@ -548,7 +548,7 @@ class Recorder:
 
     def after_forward(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:  # noqa: ANN401 - torch's
         """Record the output of a module."""
-        if self._in_backward:  # activation checkpointing computes it once more
+        if self.in_backward:  # activation checkpointing computes it once more
             return
         numbers = (tensor for tensor in tensors_in(output) if tensor.is_floating_point() or tensor.is_complex())
         for index, tensor in enumerate(numbers):
@@ -559,34 +559,34 @@ class Recorder:
             # A DTensor is divided over ranks of a tensor-parallel group, which all run this hook.
             self.keep((FORWARD, label + suffix), tensor)
 
-    @property
-    def in_backward(self) -> bool:
-        """Return True during a backward pass."""
-        return self._in_backward
-
     def before_backward(self, losses: Iterable[torch.Tensor]) -> None:
         """Record the loss or losses, and put the gradients so far aside in the reference."""
         if self.reference:
-            self._aside = {name: parameter.grad for name, parameter in self._names.items()}
+            self._aside = {parameter: parameter.grad for parameter in self._names.values()}
             for parameter in self._names.values():
                 parameter.grad = None
         for loss in losses:
             call = self._calls["loss"]
             self._calls["loss"] += 1
             self.keep((LOSS, f"call {call + 1}" if call else "loss"), loss)
-        self._in_backward = True
+        self.in_backward = True
 
     def leave_backward(self) -> None:
         """End a backward pass that has failed: put the gradients of before it back, with what it has computed."""
-        self._in_backward = False
-        for name, aside in self._aside.items():
-            if aside is not None:
-                grad = self._names[name].grad
-                self._names[name].grad = aside if grad is None else grad + aside
+        self.in_backward = False
+        for parameter in self._names.values():
+            self._take_back(parameter)
+        self._aside.clear()
+
+    def _take_back(self, parameter: nn.Parameter) -> None:
+        """Add the gradient that was put aside."""
+        aside = self._aside.get(parameter)
+        if aside is not None:
+            parameter.grad = aside if parameter.grad is None else parameter.grad + aside
 
     def after_backward(self) -> None:
         """Average the gradients of the reference over all ranks, and record them."""
-        self._in_backward = False
+        self.in_backward = False
         for name, parameter in self._names.items():
             key = (GRADIENT, name)
             if self.reference:
@@ -596,9 +596,7 @@ class Recorder:
                     part = torch.zeros_like(parameter) if own is None else own.detach().clone()
                     self.record.parts[self.wanted] = (part.to_dense() if part.is_sparse else part).cpu()
                 parameter.grad = _averaged(own, parameter)
-                aside = self._aside[name]
-                if aside is not None:
-                    parameter.grad = aside if parameter.grad is None else parameter.grad + aside
+                self._take_back(parameter)
             if self.built.reduces and parameter.grad is not None:
                 self.keep(key, parameter.grad)
 

@@ -254,7 +254,7 @@ class TerminalStream:
         Called when something else follows in the rank's output. Rows above it that were kept come along.
         """
         # A row that has been rewritten is a progress bar. It stays unfinished, because it goes on after the other
-        # output. So do the rows above a bar, and those that a bar below the cursor belongs to.
+        # output. If it stands below the cursor, the rows above the cursor belong to it, and stay as well.
         row = self._rows[self._y]
         if not row.length or row.rewritten or row.display is not None:
             has_bar = any(not other.blank for other in self._rows[self._y :])

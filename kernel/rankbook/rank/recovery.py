@@ -110,7 +110,7 @@ class TorchSettings(TypedDict):
 
 
 class PathChanges(NamedTuple):
-    """What cells have changed in `sys.path`: entries before and behind those of the start, and the removed ones."""
+    """Changes of `sys.path` by cells: entries before and behind those of the start, and the removed ones."""
 
     before: list[str]
     behind: list[str]

@@ -13,7 +13,6 @@ without it with the forward pass of a prepared model in a loop over a prepared l
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import time
@@ -58,7 +57,6 @@ def install() -> None:
     # The window is in a module that imports neither models nor optimizers, so it gets these functions from here.
     window.drop_gradients = _drop_gradients
     window.synchronize_replicas = _synchronize_replicas
-    window.gather_replicas = functools.partial(_synchronize_replicas, to_most_steps=True)
     window.count_steps = _count_steps
     telemetry.offer_source("training", _training_step)
 

@@ -221,9 +221,8 @@ class AccumulationWindow:
         scaler: loss scaler of the optimizers that are prepared now.
         drop_gradients: clears the gradients of all prepared models and optimizers.
         synchronize_replicas: makes the replicas on all ranks equal again, after the process groups were formed anew
-            (`snapshot_files.replicas_may_differ`). A collective.
-        gather_replicas: the same after ranks have made different numbers of steps on purpose: all take the state of the
-            rank with the most.
+            (`snapshot_files.replicas_may_differ`), or, with `to_most_steps`, after ranks have made different numbers of
+            steps on purpose. A collective.
     """
 
     def __init__(self) -> None:
@@ -239,8 +238,7 @@ class AccumulationWindow:
         self.is_set_aside = False
         self.scaler: torch.amp.GradScaler | None = None
         self.drop_gradients: Callable[[], None] = lambda: None
-        self.synchronize_replicas: Callable[[], None] = lambda: None
-        self.gather_replicas: Callable[[], None] = lambda: None
+        self.synchronize_replicas: Callable[..., None] = lambda **_: None
         self._position = 0
         self._length: int | None = None
         self._loop: object | None = None
@@ -332,7 +330,7 @@ class AccumulationWindow:
     def _begin_loop(self, loop: Any, gradients: GradientState) -> None:  # noqa: ANN401 - an entry of GradientState._active
         # Of two loaders that are read in turn, one may begin again while the loop over the other one goes on.
         # After an error, the traceback may keep the iterator of a loop that has ended.
-        goes_on = not self._has_failed and self._loop is not None and self._loop in gradients._active
+        goes_on = not self._has_failed and self._is_in_loop(gradients)
         # If windows go on over the ends of loops, or there is no loop, the length of a window is always `num_steps`.
         self._loop, self._position, self._length = loop, 0, None
         if not gradients.sync_with_dataloader or loop is None:
@@ -350,9 +348,13 @@ class AccumulationWindow:
         delivered = getattr(getattr(loader, "position", None), "delivered", 1)
         self._position = max(0, delivered - 1 - getattr(loader, "skip_batches", 0))
 
+    def _is_in_loop(self, gradients: GradientState) -> bool:
+        """Return True while the loop of this window goes on, or is not known to have ended."""
+        return any(entry is self._loop for entry in gradients._active)
+
     def end_loops(self, gradients: GradientState) -> None:
         """Drop this window if its loop was left in the middle of it; optimizers may step outside of `accumulate`."""
-        is_left = self._loop is not None and all(loop is not self._loop for loop in gradients._active)
+        is_left = self._loop is not None and not self._is_in_loop(gradients)
         if is_left and self._is_open and not self.in_batch and gradients.sync_with_dataloader:
             self._is_open = False
             gradients._set_sync_gradients(True)

@@ -297,7 +297,7 @@ class TrainingMethods(AcceleratorSettings):
                 and self.use_distributed
                 and all(dist.get_world_size(joinable.join_process_group) == dist.get_world_size() for joinable in able)
             ):
-                window.gather_replicas()
+                window.synchronize_replicas(to_most_steps=True)
         finally:
             for sampler, value in before:
                 sampler.even_batches = value
