@@ -175,9 +175,10 @@ class _Completion:
         def rank_names() -> list[str]:
             if cluster is None:
                 return []
-            return [
-                completion.text for completion in cluster.complete(line.prefix, len(line.prefix), variables=True)[1]
-            ]
+            # Behind a dot, the attributes of a variable.
+            at = len(line.prefix)
+            start, completions = cluster.complete(line.prefix, at, variables="." not in line.prefix)
+            return [line.prefix[:start] + completion.text for completion in completions]
 
         return arguments.complete(
             line.command,

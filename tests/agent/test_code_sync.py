@@ -121,6 +121,15 @@ def test_a_file_that_is_too_large_is_named_once_and_not_sent(folder, lines, tmp_
     assert lines == ["large.py (1.05 MB) was not sent: 1.05 MB is the limit; install it on the hosts"]
 
 
+@pytest.mark.parametrize("has_same", [True, False], ids=["same", "other"])
+def test_a_large_file_that_the_host_has_already_is_not_reported(folder, lines, tmp_path, has_same):
+    content = b"#" * (MOST_FILE + 1)
+    (tmp_path / "book" / "large.py").write_bytes(content)
+    known = {"large.py": code_sync.digest(content if has_same else b"# older")}
+    assert folder.find("large", SentModules(), known, host="a") == {}
+    assert bool(lines) != has_same
+
+
 def test_the_limit_of_a_host_counts_the_files_that_it_has_and_not_how_often_they_were_sent(
     folder, lines, tmp_path, monkeypatch
 ):

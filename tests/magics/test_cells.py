@@ -279,6 +279,13 @@ def test_a_question_mark_shows_help(notebook):
     assert outcome.payload[0]["data"]["text/plain"].count("Says what it does.") == 1
 
 
+def test_a_single_line_may_be_a_magic_without_its_percent_sign(notebook):
+    assert "/" in notebook.ok("%%distributed --ranks 0\npwd").displays[0]["text/plain"]
+    notebook.ok("%%distributed --ranks 0\npwd = 7")
+    assert notebook.ok("%%distributed --ranks 0\npwd").displays == [{"text/plain": "[0] 7"}]
+    notebook.ok("%%distributed --ranks 0\ndel pwd")
+
+
 def test_who_omits_predefined_names(notebook):
     notebook.ok("%distributed restart 1")
     assert "empty" in notebook.ok("%%distributed --ranks 1\n%who").stdout

@@ -83,6 +83,7 @@ def test_the_magics_lines_know_their_options_ranks_and_variables(notebook, names
     assert names("%%distributed --ranks ") == ["all", "main", "0", "1"]
     assert "notebooks_own" in names("%distributed push note")
     assert names("%distributed pull mod") == ["model"]
+    assert names("%distributed peek model.lay") == ["model.layers"]
     assert "torch" not in names("%distributed pull "), "it is no cell's variable"
     assert "%%distributed" in names("%%distr")
 

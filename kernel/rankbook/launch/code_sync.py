@@ -105,22 +105,29 @@ class ModuleFolder:
             sent.versions[name] = version
             return {name: b""}
         size = version[1]
+        limit = ""
         # A new version takes the place of the one before.
         others = sum(sent.sizes.values()) - sent.sizes.get(name, 0)
         if size > MOST_FILE or others + size > MOST_HOST:
             limit = f"{format_bytes(MOST_FILE)} is the limit" if size > MOST_FILE else f"{host} has the most it may get"
-            self._say(name, version, f"{name} ({format_bytes(size)}) was not sent: {limit}; install it on the hosts")
+            limit = f"{name} ({format_bytes(size)}) was not sent: {limit}; install it on the hosts"
+        if limit and name not in known:
+            self._say(name, version, limit)
             return {}
         try:
             content = (self._folder / name).read_bytes()
         except OSError as error:
             self._say(name, version, f"{name} was not sent: {error.strerror or error}")
             return {}
-        # The version of before the read: a change meanwhile is seen the next time.
-        sent.versions[name] = version
-        if known.get(name) == digest(content):
+        if known.get(name) == digest(content):  # of any size
+            sent.versions[name] = version
             sent.same.add(name)
             return {}
+        if limit:
+            self._say(name, version, limit)
+            return {}
+        # The version of before the read: a change meanwhile is seen the next time.
+        sent.versions[name] = version
         sent.sizes[name] = len(content)
         # The host decides whether it shares the folder, and then has the change already.
         if name in sent.same:

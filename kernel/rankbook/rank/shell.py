@@ -59,15 +59,14 @@ from rankbook.rank.tracebacks import text_of
 from rankbook.transport.serialization import set_cell_numbers
 from rankbook.transport.shared_memory import ensure_private_folder
 
-# The right side may still be a magic or a shell command (`x = !ls`). Such a line does not compile, and IPython
-# transforms it.
-_ASSIGNS = re.compile(r"[^\W\d]\w*[ \t]*=(?!=)")
+_NAME = re.compile(r"[^\W\d]\w*")
 # `pip install x`, `/opt/bin/pip3 uninstall -y x`, `python -m pip --quiet install x`, `uv pip install x`
 _CHANGES_PACKAGES = re.compile(
     rf"(?<![\w.-])(?:{'|'.join(PACKAGE_MAGICS)})[\d.]*\s(?:[^;&|\n]*\s)?"
     r"(?:add|create|install|remove|sync|uninstall|update|upgrade)(?!\S)"
 )
 _LAYOUT = frozenset((tokenize.COMMENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.NEWLINE, tokenize.NL))
+_LINES_BEFORE = re.compile(r"(?:[^\S\n]*(?:#[^\n]*)?\n)+")
 _EMPTY_LINES = re.compile(r"(?:[^\S\n]*\n)+")
 _MUST_BE_FIRST = "must be the first line of its cell; no comment may precede it"
 _MISPLACED_MAGICS = {
@@ -447,15 +446,15 @@ class RankShell(InteractiveShell):
     def transform_cell(self, raw_cell: str) -> str:
         """Return the cell as Python source; skip IPython's tokenizer for a cell that already is plain Python.
 
-        The tokenizer takes a quarter of a small cell's time. It runs for a single line, which may be a magic without
-        its `%`, unless that line is an assignment; for a cell with a backslash, about which Python may warn; and if
-        user code has changed the input transformers.
+        The tokenizer takes a quarter of a small cell's time. It runs for a single line that may be a magic without its
+        `%`; for a cell with a backslash, about which Python may warn; and if user code has changed the input
+        transformers.
         """
-        if (
-            (raw_cell.count("\n") > 1 or _ASSIGNS.match(raw_cell))
-            and "\\" not in raw_cell
-            and self._transformations() == self._stock_transformations
-        ):
+        before = _LINES_BEFORE.match(raw_cell)  # such as the line of `%%distributed`, which is a comment on a rank
+        code = raw_cell if before is None else raw_cell[before.end() :]
+        if self._may_be_magic(code.strip()):
+            return raw_cell[: len(raw_cell) - len(code)] + str(super().transform_cell(code))
+        if "\\" not in raw_cell and self._transformations() == self._stock_transformations:
             with contextlib.suppress(SyntaxError, ValueError, MemoryError, RecursionError):
                 # Compiling is the test whether it is plain Python. The tree is thrown away; IPython compiles the cell
                 # again later.
@@ -465,6 +464,11 @@ class RankShell(InteractiveShell):
         # IPython drops leading empty lines, which shifts the line numbers.
         empty = _EMPTY_LINES.match(raw_cell)
         return transformed if empty is None else "\n" * empty[0].count("\n") + transformed.lstrip("\n")
+
+    def _may_be_magic(self, cell: str) -> bool:
+        """Return True if the cell is one line that begins with the name of a magic, such as `pwd`."""
+        name = None if "\n" in cell else _NAME.match(cell)
+        return name is not None and self.find_line_magic(name[0]) is not None
 
     def should_run_async(self, raw_cell: str, **kwargs: Any) -> bool:  # noqa: ANN401 - IPython's signature
         """Return True if the cell has a top-level `await`.
