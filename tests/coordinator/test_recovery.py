@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
 import pytest
 
 import rankbook
-from rankbook import CellTimeout, Cluster, InvalidArgument, RankLostError, TransferError
+from rankbook import CellTimeout, Cluster, InvalidArgument, RankLostError, StartError, TransferError
 from rankbook.coordinator.recovery import (
     ProtectionStatus,
     choose_random,
@@ -406,6 +407,36 @@ v_slow, v_state = Slow(), 3""",
     cluster.run("del v_slow, Slow, wait_for_gate", ranks=[2] if victim == 0 else [0, 2])
     assert cluster.heal().donor == (2 if victim == 0 else 0)
     assert cluster.pull("v_state") == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("error", "reported"),
+    [
+        ("KeyboardInterrupt", "rank 0 was interrupted while"),
+        ("RuntimeError('no descriptor')", "rank 0: .*no descriptor"),
+    ],
+)
+def test_an_error_while_a_rank_renews_its_connections_leaves_ranks_that_heal_restores(cluster, error, reported):
+    cluster.run("v_group = dist.new_group([0, 1, 2])")
+    cluster.run(
+        f"""from rankbook.rank.process_groups.recoverable_group import BackendGroup
+original, v_state = BackendGroup.destroy, 6
+def destroy(group):
+    BackendGroup.destroy = original
+    original(group)
+    raise {error}
+BackendGroup.destroy = destroy if rank == 0 else original""",
+        ranks=[0, 1],
+    )
+    kill(cluster, 2)
+    start = time.monotonic()
+    with pytest.raises(StartError, match=f"(?s){reported}") as caught:
+        cluster.heal(timeout=50)
+    assert time.monotonic() - start < 40, "the other ranks have waited for rank 0 until their own timeout"
+    assert "rank 1" not in str(caught.value)
+    assert cluster.heal(timeout=60).donor == 0
+    cluster.run("v_sum = torch.ones(1)\ndist.all_reduce(v_sum, group=v_group)\nv_sum = v_sum.item()", ranks=[0, 1, 2])
+    assert (cluster.pull("v_state"), cluster.pull("v_sum")) == ([6, 6, 6], [3.0, 3.0, 3.0])
 
 
 def test_a_rank_killed_a_moment_ago_is_healed(cluster):

@@ -705,6 +705,20 @@ def test_death_causes_a_regroup_only_after_the_rank_has_restarted():
     assert (grouping(state), state.grouped) == ([], True)
 
 
+def test_ranks_that_wait_for_one_that_cannot_form_the_group_are_interrupted():
+    state = started(3)
+    state.handle(ev.RankGone(2, 1, "died"))
+    state.handle(ev.LaunchRanks((2,)))
+    (regroup,) = only(state.handle(ev.RankConnected(2, 2)), act.FormGroup)
+    actions = state.handle(ev.CellDone(0, 1, regroup.cell, failed=True, reason="raised StartError"))
+    assert [timer.step for timer in only(actions, act.StartTimer)] == ["interrupt", "abort", "release"]
+    assert decided(state.handle(ev.TimerFired(regroup.cell, "interrupt"))) == [act.SendInterrupt(regroup.cell, (1, 2))]
+    state.handle(ev.CellDone(1, 1, regroup.cell, failed=True, reason="was interrupted"))
+    actions = state.handle(ev.CellDone(2, 2, regroup.cell, failed=True, reason="was interrupted"))
+    assert decided(actions) == [act.EndCell(regroup.cell, (), interrupted=False)]
+    assert not state.grouped
+
+
 def test_a_rank_that_dies_idle_ends_the_waits_of_the_others():
     state = started(3)
     cell, _ = submit(state, 0)

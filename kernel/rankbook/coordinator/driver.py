@@ -526,6 +526,8 @@ class Driver:
                 reason = message.error.value.removeprefix("cannot form the process group: ")
                 for waiting in self.active_cells():
                     waiting.note_once(f"the process group could not be formed: {reason}\n")
+            elif cell.number < 0 and message.status == "interrupted" and not self.start_errors:
+                self.start_errors[rank] = f"rank {rank} was interrupted while the process group was formed"
         failure, was_empty = describe_failure(message, cell), self.state.ranks[rank].empty
         self.post(
             ev.CellDone(

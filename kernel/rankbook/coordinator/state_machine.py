@@ -364,6 +364,10 @@ class ClusterState:
             if cell.internal and event.failed:
                 self.grouped = False
             actions += self._end_if_complete(cell)
+            if cell.internal and event.failed and cell.state is CellState.RUNNING:
+                # The others would wait for it until their timeouts.
+                self._step(cell, CellStep.RANK_FAILED)
+                actions += self._start_death_timers(cell)
             # The other ranks may now wait for this one in a collective, so they are checked soon.
             if cell.running and not cell.internal and not self._check_is_near:
                 self._check_is_near = True
@@ -388,8 +392,15 @@ class ClusterState:
         ended = self._end_if_complete(cell)
         if ended or not first:
             return ended
-        # The first death in a running cell. The other ranks may end by themselves, for example with the error of a
-        # broken connection. Those that do not are interrupted, then aborted, then left behind as stragglers.
+        # The first death in a running cell.
+        return self._start_death_timers(cell)
+
+    def _start_death_timers(self, cell: CellEntry) -> list[act.Action]:
+        """End a cell that one of its ranks cannot complete.
+
+        The other ranks may end by themselves, for example with the error of a broken connection. Those that do not are
+        interrupted, then aborted, then left behind as stragglers.
+        """
         return [
             act.StartTimer(cell.cell, self.grace.death_interrupt, "interrupt"),
             act.StartTimer(cell.cell, self.grace.death_abort, "abort"),

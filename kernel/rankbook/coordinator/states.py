@@ -56,6 +56,8 @@ class CellStep(Enum):
     DISPATCH = auto()
     LAST_DONE = auto()
     RANK_LOST = auto()
+    RANK_FAILED = auto()
+    """A rank cannot form the process group, for which the others wait."""
     INTERRUPT = auto()
     RELEASE = auto()
 
@@ -100,6 +102,7 @@ CELL_TABLE: dict[CellState, dict[CellStep, CellState]] = {
     CellState.RUNNING: {
         CellStep.LAST_DONE: CellState.ENDED,
         CellStep.RANK_LOST: CellState.ENDING,
+        CellStep.RANK_FAILED: CellState.ENDING,
         CellStep.INTERRUPT: CellState.ENDING,
     },
     CellState.ENDING: {

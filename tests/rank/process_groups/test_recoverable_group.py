@@ -151,3 +151,27 @@ def test_lost_peer_is_reported_with_the_cause_or_the_nccl_error():
     group.on_break = lambda: group.set_cause("rank 1 was killed")
     with pytest.raises(CollectiveAborted, match="rank 1 was killed while this rank waited"):
         group.allreduce(TENSORS, None)
+
+
+def test_a_group_whose_renewal_is_interrupted_is_connected_and_can_be_renewed_again(monkeypatch):
+    group = group_that_raises(RuntimeError("Connection closed by peer"))
+    group.set_cause("rank 1 has died")
+    former, second, third = (
+        group._inner,
+        BackendGroup(FakeGroup(), Opened(), []),
+        BackendGroup(FakeGroup(), Opened(), []),
+    )
+
+    def destroy() -> None:
+        BackendGroup.destroy(former)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(former, "destroy", destroy)
+    with pytest.raises(KeyboardInterrupt):
+        group.renew(second, 2)
+    group.allreduce(TENSORS, None)
+    group.renew(third, 3)
+    group.allreduce(TENSORS, None)
+    assert (group.log.count, group.cause) == (1, None)
+    assert not hasattr(former, "group") and not hasattr(second, "group")

@@ -385,22 +385,27 @@ class RecoverableProcessGroup(dist.ProcessGroup):
 
     def renew(self, inner: BackendGroup, generation: int) -> None:
         """Replace the inner group by `inner`, which has fresh connections, and restart the log."""
-        # The old one first: its descriptors are free for the new connections.
-        self._inner.end()
-        self._inner = inner
-        self._use_queue(inner)
-        self._batch = None
-        # torch leaves its list of the collectives of a batch behind if one of them raises, and would append later ones
-        # to it.
-        c10d._world.pg_coalesce_state.pop(self, None)
-        self._cause = None
-        self._mismatch = False
-        self._broken_at = None
-        self._futures_completed = False
-        self.is_shut_down = False
-        # A new event, and not a cleared one: a thread that has been left behind may still wait for the old one.
-        self._cause_set = threading.Event()
-        self.log.restart(generation)
+        former = self._inner
+        try:
+            # First of all: its descriptors are free for the connections of the next group, and threads that still wait
+            # in it find the cause.
+            former.end()
+        finally:  # an interrupt must not leave a group that has no connections and cannot be renewed
+            self._inner = inner
+            self._use_queue(inner)
+            self._batch = None
+            # torch leaves its list of the collectives of a batch behind if one of them raises, and would append later
+            # ones to it.
+            c10d._world.pg_coalesce_state.pop(self, None)
+            self._cause = None
+            self._mismatch = False
+            self._broken_at = None
+            self._futures_completed = False
+            self.is_shut_down = False
+            # A new event, and not a cleared one: a thread that has been left behind may still wait for the old one.
+            self._cause_set = threading.Event()
+            self.log.restart(generation)
+            former.destroy()  # unless `end` has done it
 
     def set_cause(self, cause: str, *, mismatch: bool = False) -> None:
         """Record the reason that later errors and calls report. The first reason wins. Any thread.
