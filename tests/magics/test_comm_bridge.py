@@ -171,6 +171,23 @@ def test_bars_of_tqdm_in_a_notebook(notebook):
     assert sum(WIDGET in display for display in outcome.displays) == 2
 
 
+def test_a_widget_that_is_closed_at_once_is_closed_after_its_display_and_not_shown_again(notebook):
+    outcome = notebook.ok(
+        "%%distributed\nimport ipywidgets, threading, time\n"
+        "for _ in range(3):\n    box = ipywidgets.IntText()\n    display(box)\n    box.close()\n"
+        "threading.Event().wait(1.6)\nprint('end')"  # the header is shown after a second, above the output again
+    )
+    contents = [(message["msg_type"], message["content"]) for message in outcome.messages]
+    displayed = {
+        content["data"][WIDGET]["model_id"]: place
+        for place, (_, content) in enumerate(contents)
+        if WIDGET in content.get("data", {})
+    }
+    closed = {content["comm_id"]: place for place, (kind, content) in enumerate(contents) if kind == "comm_close"}
+    assert len(displayed) == 6
+    assert all(displayed[name] < closed[name] for name in displayed), "the last display, also if it was shown again"
+
+
 def test_front_end_may_close_a_widget_and_a_widget_of_a_dead_rank_stays(fresh_notebook):
     notebook = fresh_notebook
     notebook.ok("%distributed start -n 2")
@@ -193,6 +210,18 @@ def test_front_end_may_close_a_widget_and_a_widget_of_a_dead_rank_stays(fresh_no
     notebook.ok("%distributed stop")
     move(notebook, names[1], 9)
     assert not notebook.ok("print('fine')").stderr
+
+
+@pytest.mark.slow
+def test_a_widget_is_copied_neither_to_a_new_rank_nor_to_the_notebook(fresh_notebook):
+    notebook = fresh_notebook
+    names = sliders(notebook.ok(SLIDER))
+    notebook.run("%%distributed --ranks 1\nimport os\nos._exit(3)")
+    assert "a widget belongs to the process that has made it" in notebook.ok("%distributed heal").text
+    assert "a widget belongs to the process" in notebook.run("%distributed pull slider --ranks 0").evalue
+    move(notebook, names[0], 11)
+    moved = WAIT.format(options=" --ranks 0", condition="slider.value == 11", then="slider.value")
+    assert notebook.ok(moved).text == "[0] 11\n"
 
 
 @pytest.mark.slow

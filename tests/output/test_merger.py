@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankbook.output.merger import ClearOutput, Emit, OutputMerger, RichOutput, Stream
+from rankbook.protocol import WIDGET_VIEW
 from rankbook.protocol.messages import Clear, Display, OutputBarrier, Text, TextCut
 
 HOLD, AFTER, EVERY = 0.1, 0.3, 0.1
@@ -704,6 +705,19 @@ def test_replay_shows_the_last_state_of_a_display():
     output.add_output(1, display({"text/plain": "newer"}, "update", "d"), 3.0)
     book.show(output.flush(3.0))
     assert book.lines == ["[1] newer"]
+
+
+def test_a_widget_whose_model_is_closed_is_not_replayed():
+    output = merger(2)
+    book = Notebook()
+    for model in ("closed", "open"):
+        output.add_output(1, display({WIDGET_VIEW: {"model_id": model}, "text/plain": model}), 0.0)
+    output.add_output(0, Text(cell=1, stream="stdout", data=b"line\n"), 0.0)
+    book.show(output.flush(HOLD + 0.1))
+    output.forget_widget("closed")
+    output.add_output(0, Clear(cell=1, wait=False), 1.0)
+    book.show(output.flush(2.0))
+    assert [item["data"][WIDGET_VIEW]["model_id"] for item in book.items if WIDGET_VIEW in item["data"]] == ["open"]
 
 
 @pytest.mark.parametrize("kind", ["text", "text, line by line", "displays"])

@@ -93,3 +93,15 @@ def test_the_callbacks_of_widgets_use_the_device_of_the_rank(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", chosen.put)
     threading.Thread(target=comms._CommRegistry().run, daemon=True).start()
     assert chosen.get(timeout=10) == "cuda:1"
+
+
+@pytest.mark.parametrize("runs_cell", [True, False])
+def test_a_widget_that_is_moved_while_a_cell_runs_does_not_trigger_the_events_of_a_cell(monkeypatch, runs_cell):
+    events: list[str] = []
+    shell = SimpleNamespace(events=SimpleNamespace(trigger=events.append))
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    monkeypatch.setattr(comms._registry.held, "in_cell", runs_cell)
+    end = RankComm(target_name="any", comm_id="moved", primary=False)
+    end.on_msg(lambda message: events.append(message["content"]))
+    end.handle_msg({"content": "moved"})
+    assert events == (["moved"] if runs_cell else ["pre_execute", "moved", "post_execute"])

@@ -112,6 +112,8 @@ from rankbook.transport import HubLink, Sender
 
 _EXIT_DELAY = 0.02
 """Seconds after a rank's exit during which its last messages may still be on the link."""
+_CLOSE_DELAY = 0.25
+"""Seconds until a widget that a rank has closed is closed in the front end: its display may wait in a merger."""
 _LOSS_REPORT_INTERVAL = 0.01
 """Seconds between two messages that tell the ranks which others have exited: a thousand exits do not arrive at once."""
 _RECENT_CELLS = 64
@@ -492,6 +494,8 @@ class Driver:
                 self.start_errors[rank] = f"rank {rank} could not be set up:\n{message.report.plain}"
             case ShutdownDelayed():
                 self.shutdown_manager.extend_deadline(rank, incarnation, message.seconds)
+            case CommFromRank(kind="close"):
+                self._schedule(_CLOSE_DELAY, lambda: self._close_comm(rank, message, frames))
             case Stack() | QueryReply() | CommFromRank() | DapFromRank():
                 self.liveness.dispatch(rank, message, frames)
             case Collectives():
@@ -547,6 +551,11 @@ class Driver:
         # A late `Done` of a straggler: those who show the cell as still running must learn that it has ended.
         if cell is not None and cell.result is not None:
             cell.notify_change()
+
+    def _close_comm(self, rank: int, message: CommFromRank, frames: list[memoryview]) -> None:
+        for cell in self.active_cells():
+            cell.forget_widget(message.comm)
+        self.liveness.dispatch(rank, message, frames)
 
     def _handle_forkserver_message(self, message: FromForkserver) -> None:
         match message:

@@ -252,6 +252,10 @@ class RunningCell:
         self._show(lambda now: self._merger.drain_rank(rank, now))
         self._show(lambda now: self._merger.finish(rank, now))
 
+    def forget_widget(self, comm: str) -> None:
+        """Do not show a widget again that is closed."""
+        self._merger.forget_widget(comm)
+
     def ask(self, rank: int, request: InputRequest) -> None:
         """Queue a rank's question, after showing what the rank printed before."""
         self._show(lambda now: self._merger.drain_rank(rank, now))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rankbook.output.interleave import ClearItem, DisplayItem, Ranks, Rows, SingleItem, TextBatch
+from rankbook.output.interleave import ClearItem, DisplayItem, Ranks, Rows, SingleItem, TextBatch, is_view_of
 from rankbook.output.merger import Emit, RichOutput, earlier_display_update, shown_by_rank
 from rankbook.output.terminal import LiveDisplays, TerminalRow
 from rankbook.protocol import StreamName
@@ -130,6 +130,12 @@ class ByRankOutput:
                 self._clearing.update(ranks)
                 if not wait:
                     self._clear_ranks(ranks)
+
+    def forget_widget(self, model_id: str) -> None:
+        """See `OutputView`."""
+        for key, block in tuple(self._blocks.items()):
+            if is_view_of(block.data, model_id):
+                self._drop_block(key)
 
     def show_live(self, rows: Sequence[TerminalRow], now: float) -> None:
         """See `OutputView`."""

@@ -9,7 +9,7 @@ three paths, fastest first: a common prefix of lines on all ranks (`_count_commo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from operator import lt
@@ -17,7 +17,7 @@ from typing import ClassVar, cast
 
 from rankbook.formatting import format_bytes, plural
 from rankbook.output.terminal import TerminalStream
-from rankbook.protocol import StreamName
+from rankbook.protocol import WIDGET_VIEW, StreamName
 from rankbook.protocol.messages import Clear, Display, OutputBarrier, Text, TextCut
 
 Ranks = tuple[int, ...]
@@ -105,6 +105,12 @@ class DisplayItem:
         # Equal displays have equal text and size. The data itself is a dict, which has no hash.
         text = self.message.data.get("text/plain")
         return hash((self.size, text if isinstance(text, str) else None))
+
+
+def is_view_of(data: Mapping[str, object] | None, model_id: str) -> bool:
+    """Return True if a display's data show the widget with this model."""
+    view = None if data is None else data.get(WIDGET_VIEW)
+    return isinstance(view, dict) and view.get("model_id") == model_id
 
 
 class ClearItem:

@@ -89,6 +89,7 @@ from rankbook.output.interleave import (
     SingleItem,
     TextBatch,
     interleave,
+    is_view_of,
 )
 from rankbook.output.terminal import LiveDisplay, LiveDisplays, TerminalRow
 from rankbook.protocol import VIEW, StreamName
@@ -173,6 +174,15 @@ class OutputHistory:
                 entry.display = entry.display.updated(message)
                 return
 
+    def forget_widget(self, model_id: str) -> None:
+        """Forget a widget whose model is closed: a front end could not show it again."""
+        self.entries = deque(
+            entry
+            for entry in self.entries
+            if entry.display is None or not is_view_of(entry.display.message.data, model_id)
+        )
+        self._size = sum(entry.size for entry in self.entries)
+
     def _add(self, entry: HistoryEntry) -> None:
         self._size += entry.size
         self._append(entry)
@@ -250,6 +260,9 @@ class OutputView(Protocol):
 
     def show(self, item: TextBatch | SingleItem) -> None:
         """Show the next batch of lines, display or clear."""
+
+    def forget_widget(self, model_id: str) -> None:
+        """Do not show the widget again: its model is closed."""
 
     def show_live(self, rows: Sequence[TerminalRow], now: float) -> None:
         """Add `rows` to the live displays, and update the live displays that have changed."""
@@ -367,6 +380,10 @@ class OutputMerger:
         self._end_rows(rank, now)
         self._merge(now, rank)
         return self._take(now, force=True)
+
+    def forget_widget(self, model_id: str) -> None:
+        """Do not show the widget again: its model is closed."""
+        self._view.forget_widget(model_id)
 
     def close(self, now: float) -> list[Emit]:
         """Finish all ranks and return everything that is left."""
@@ -520,6 +537,10 @@ class _MergedView:
         self._texts += [f"{labels[ranks]} {line}\n" if line else f"{labels[ranks]}\n" for ranks, line in rows]
         self._history.add_lines(stream, rows)
         self.live.mark_output_below()
+
+    def forget_widget(self, model_id: str) -> None:
+        """See `OutputView`."""
+        self._history.forget_widget(model_id)
 
     def add_display(self, display: DisplayItem, ranks: Ranks) -> None:
         """Append a display, or update one."""

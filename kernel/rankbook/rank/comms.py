@@ -36,7 +36,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import date
 from numbers import Integral, Real
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import comm
 from comm.base_comm import BaseComm, CommManager
@@ -93,6 +93,20 @@ class RankComm(BaseComm):
             with _registry.shield():  # an interrupt would leave half of the message on the wire
                 _registry.link.send(message, frames)
 
+    def handle_msg(self, msg: dict[str, Any]) -> None:
+        """Handle a message of the front end; while a cell runs, without IPython's events of a cell's begin and end.
+
+        At these, matplotlib's inline backend shows and closes the figures of the process, also one that the cell draws.
+        """
+        if not _registry.held.in_cell:
+            super().handle_msg(msg)
+        elif self._msg_callback is not None:
+            self._msg_callback(msg)
+
+    def __reduce__(self) -> NoReturn:
+        # A copy on another rank would have the id of this comm, and move or close this rank's widget.
+        raise TypeError("a widget belongs to the process that has made it")
+
     def __del__(self) -> None:
         """Send no message: the garbage collector may run in the middle of another message."""
 
@@ -129,17 +143,18 @@ class HeldMessages:
         self._lock = threading.Lock()
         # By comm id. An entry without messages is a comm whose messages will be held.
         self._held: dict[str, list[_Received]] = {}
-        self._in_cell = False
+        self.in_cell = False
+        """True while the rank runs a task."""
         self.comm_thread = 0
         """The thread that handles the messages, which cannot come before it has constructed a widget itself."""
 
     def begin_cell(self) -> None:
         """Hold the messages for comms that are opened from now on."""
-        self._in_cell = True
+        self.in_cell = True
 
     def end_cell(self) -> None:
         """Deliver everything, and hold nothing until the next cell begins."""
-        self._in_cell = False
+        self.in_cell = False
         self.release()
 
     def message_sent(self, kind: str, name: str, content: str) -> None:
@@ -147,7 +162,7 @@ class HeldMessages:
         # The frequent case is that nothing is held.
         if self._held:
             self.release(_REFERENCE.findall(content))
-        if kind == "open" and self._in_cell and threading.get_ident() != self.comm_thread:
+        if kind == "open" and self.in_cell and threading.get_ident() != self.comm_thread:
             with self._lock:
                 self._held[name] = []
 
