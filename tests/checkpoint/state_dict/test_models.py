@@ -487,6 +487,31 @@ def test_a_prefix_comes_before_every_key():
     assert state["optimizer"]["state"]["bias"]["momentum_buffer"].key == "net.optimizer.state.bias.momentum_buffer"
 
 
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_an_optimizer_with_a_prefix_does_not_get_the_state_of_the_model_without_one(tmp_path, is_stored):
+    def build():
+        return pair()[:2], pair()[:2]
+
+    def state(first, second):
+        return {"q1": sharded_state_dict(*first), "q2": sharded_state_dict(*second, prefix="q2.")}
+
+    first, second = build()
+    step(*first, 0)
+    if is_stored:
+        step(*second, 1)
+    save_checkpoint(state(first, second), tmp_path)
+    new_first, new_second = build()
+    loaded = load_checkpoint(state(new_first, new_second), tmp_path)
+    load_sharded_state_dict(*new_first, loaded["q1"])
+    load_sharded_state_dict(*new_second, loaded["q2"])
+    for (model, optimizer), (new_model, new_optimizer) in ((first, new_first), (second, new_second)):
+        before = optimizer.state_dict()["state"]
+        after = new_optimizer.state_dict()["state"]
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key]["momentum_buffer"], after[key]["momentum_buffer"]) for key in before)
+        assert torch.equal(model.weight, new_model.weight)
+
+
 def test_state_keeps_the_dtype_that_was_stored():
     model, optimizer, _ = pair(nn.Linear(2, 3).bfloat16())
     wide = {"weight": {"momentum_buffer": torch.full((3, 2), 1 / 3)}}
