@@ -495,7 +495,7 @@ class Driver:
             case ShutdownDelayed():
                 self.shutdown_manager.extend_deadline(rank, incarnation, message.seconds)
             case CommFromRank(kind="close"):
-                self._schedule(_CLOSE_DELAY, lambda: self._close_comm(rank, message, frames))
+                self.after(_CLOSE_DELAY, lambda: self._close_comm(rank, message, frames))
             case Stack() | QueryReply() | CommFromRank() | DapFromRank():
                 self.liveness.dispatch(rank, message, frames)
             case Collectives():
