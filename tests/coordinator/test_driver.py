@@ -675,6 +675,21 @@ def test_a_message_that_cannot_be_handled_is_reported_once_and_left_out(harness,
     cell.result.raise_for_status()
 
 
+def test_the_end_of_a_widget_that_cannot_be_handled_is_reported_and_ends_nothing(harness, monkeypatch):
+    reported = []
+    monkeypatch.setattr("sys.excepthook", lambda _, value, __: reported.append(value))
+    monkeypatch.setattr(harness.driver.liveness.comms, "listener", lambda *_: json.loads("no json"))
+    harness.launch()
+    cell = harness.submit(0)
+    harness.next_task(0)
+    harness.say(0, CommFromRank("close", "a", "b", "no json", "{}"))
+    wait_until(lambda: reported, timeout=SOON, what="the report")
+    harness.done(0, cell.cell)
+    harness.wait_end(cell)
+    assert harness.driver.failure is None
+    cell.result.raise_for_status()
+
+
 def test_ready_message_of_a_running_rank_kills_it(harness, monkeypatch):
     reported = []
     monkeypatch.setattr("sys.excepthook", lambda _, value, __: reported.append(value))
