@@ -184,16 +184,17 @@ class OptimizerMap(Expecting):
             for state_name, structure in self.nested[name].items():
                 state.setdefault(name, {})[state_name] = self._nested_shards(name, structure, stored)
         present = {leaf.key for _, leaf in flatten(state) if isinstance(leaf, ShardedTensor)}
-        prefix = self._stored_prefix(stored)
         for key, (shape, dtype) in stored.items():
-            if not key.startswith(prefix) or key in present:
+            prefix = next((prefix for prefix in (self.prefix, self._earlier_prefix) if key.startswith(prefix)), None)
+            if prefix is None or key in present:
                 continue
             # Only state that the optimizer lacks is added. What it has is in the map already, with its memory.
             name, state_name = self._split_key(key.removeprefix(prefix))
             first, dot, _ = state_name.partition(".")
             if name not in self.updated or (not dot and state.get(name, {}).get(first) is not None):
                 continue
-            if not dot and prefix != self.prefix:  # of another model of the checkpoint
+            # The earlier prefix may be that of another model, and only tensors in lists and dicts were stored under it.
+            if not dot and prefix != self.prefix:
                 continue
             if dot:
                 raise CheckpointError(
@@ -226,24 +227,15 @@ class OptimizerMap(Expecting):
 
     def use_stored_keys(self, stored: Collection[str]) -> None:
         """Rename tensors in lists and dicts to the keys under which earlier versions have stored them."""
-        prefix = self._stored_prefix(stored)
 
         def rename(path: Path, leaf: Any) -> Any:  # noqa: ANN401 - any leaf
             # A tensor that is in no list or dict has the path (parameter name, state name).
             if isinstance(leaf, ShardedTensor) and leaf.key not in stored and len(path) > 2:
-                earlier = prefix + leaf.key.removeprefix(self.prefix)
+                earlier = self._earlier_prefix + leaf.key.removeprefix(self.prefix)
                 return replace(leaf, key=earlier) if earlier in stored else leaf
             return leaf
 
         self["state"] = map_leaves(rename, self["state"])
-
-    def _stored_prefix(self, stored: Collection[str]) -> str:
-        """Return the prefix of the stored keys: that of earlier versions only if no key has the present one.
-
-        The former is the same for all models of a checkpoint.
-        """
-        is_present = any(key.startswith(self.prefix) for key in stored)
-        return self.prefix if is_present else self._earlier_prefix
 
     def _nested_shards(self, name: str, structure: Any, stored: Stored) -> Any:  # noqa: ANN401 - any containers
         def shard(_: Path, leaf: Any) -> Any:  # noqa: ANN401 - any leaf
