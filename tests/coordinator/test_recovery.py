@@ -439,6 +439,29 @@ BackendGroup.destroy = destroy if rank == 0 else original""",
     assert (cluster.pull("v_state"), cluster.pull("v_sum")) == ([6, 6, 6], [3.0, 3.0, 3.0])
 
 
+def test_an_optimizer_around_another_one_that_has_not_called_torchs_constructor_is_copied(cluster):
+    cluster.run(
+        """class Outer(torch.optim.Optimizer):
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+    def step(self, closure=None):
+        return self.inner.step(closure)
+v_net = torch.nn.Linear(1, 1)
+v_outer = Outer(torch.optim.SGD(v_net.parameters(), lr=0.1))"""
+    )
+    kill(cluster, 1)
+    assert "not copied" not in str(cluster.heal())
+    cluster.run(
+        """from torch.optim.optimizer import register_optimizer_step_post_hook
+v_calls = []
+hook = register_optimizer_step_post_hook(lambda each, *_: v_calls.append(type(each).__name__))
+v_net(torch.ones(1, 1)).sum().backward()
+v_outer.step()
+hook.remove()"""
+    )
+    assert cluster.pull("v_calls") == [["SGD"]] * 3
+
+
 def test_a_rank_killed_a_moment_ago_is_healed(cluster):
     cluster.run("v_state = 4")
     for turn in range(3):

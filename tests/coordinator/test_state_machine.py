@@ -705,6 +705,20 @@ def test_death_causes_a_regroup_only_after_the_rank_has_restarted():
     assert (grouping(state), state.grouped) == ([], True)
 
 
+def test_the_end_of_an_attempt_does_not_undo_the_next_one():
+    state = started(2)
+    cell, _ = submit(state, 0, 1)
+    state.handle(ev.CellDone(0, 1, cell, failed=True, reason="raised ValueError", collectives=1))
+    (first,) = only(state.handle(ev.CellDone(1, 1, cell, collectives=1)), act.FormGroup)
+    state.handle(ev.RankGone(1, 1, "died"))
+    state.handle(ev.LaunchRanks((1,)))
+    (second,) = only(state.handle(ev.RankConnected(1, 2)), act.FormGroup)
+    state.handle(ev.CellDone(0, 1, first.cell, failed=True, reason="was interrupted"))
+    for rank, incarnation in ((0, 1), (1, 2)):
+        state.handle(ev.CellDone(rank, incarnation, second.cell))
+    assert (grouping(state), state.grouped) == ([], True)
+
+
 def test_ranks_that_wait_for_one_that_cannot_form_the_group_are_interrupted():
     state = started(3)
     state.handle(ev.RankGone(2, 1, "died"))

@@ -59,6 +59,19 @@ def test_a_postponed_interrupt_is_dropped_if_the_cell_ends(interrupts):
     interrupts.disarm()
 
 
+@pytest.mark.parametrize("has_own_handler", [True, False])
+def test_an_interrupt_is_not_repeated_for_a_handler_of_the_users_code(interrupts, monkeypatch, has_own_handler):
+    sent: list[int] = []
+    monkeypatch.setattr(control_thread.signal, "pthread_kill", lambda _thread, number: sent.append(number))
+    if has_own_handler:
+        signal.signal(signal.SIGINT, lambda *_: None)
+    interrupts.request(1)
+    interrupts._next_repeat = 0.0
+    interrupts.repeat_signal()
+    assert len(sent) == (1 if has_own_handler else 2)
+    interrupts._target_cell = None
+
+
 def test_an_interrupt_is_postponed_by_a_bounded_time(interrupts):
     with pytest.raises(KeyboardInterrupt), interrupts.postponed(0.05):
         request_and_go_on(interrupts, 1)

@@ -280,3 +280,21 @@ def test_an_optimizer_that_cannot_be_pickled_is_reported_and_not_sent(monkeypatc
     group = {"params": [torch.nn.Parameter(torch.ones(2))], "rate": lambda step: step}
     reason, _ = model_reset._restore(torch.optim.SGD([group], lr=0.1), 0, torch.device("cpu"))
     assert "pickle" in reason and sent
+
+
+def test_a_loaded_state_keeps_the_groups_that_an_outer_optimizer_and_its_schedulers_share():
+    def build():
+        inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5, momentum=0.9)
+        outer = SimpleNamespace(inner=inner, param_groups=inner.param_groups)
+        return inner, outer
+
+    source, _ = build()
+    source.param_groups[0]["lr"] = 0.25
+    inner, outer = build()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
+    scheduler.optimizer = outer
+    assert model_reset._plain_schedulers_of(inner) == [scheduler]
+    model_reset._load_in_place(inner, source.state_dict())
+    outer.param_groups[0]["lr"] = 0.125
+    assert (inner.param_groups is outer.param_groups, inner.param_groups[0]["lr"]) == (True, 0.125)
+    assert inner.param_groups[0]["params"][0].tolist() == [1.0]

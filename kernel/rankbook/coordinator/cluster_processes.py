@@ -278,7 +278,8 @@ class ClusterProcesses:
         # Ranks that were dead before and are not to be started count only if they have an error now.
         dead = [rank for rank in self._dead(tuple(self.state.ranks)) if rank in errors or rank in ranks]
         failures = [errors.get(rank, f"rank {rank} {self.state.ranks[rank].loss}") for rank in dead]
-        if failures or errors:  # errors of live ranks are consequences of the deaths
+        # Errors of live ranks are consequences of the deaths, or of an earlier attempt that this call has met.
+        if failures or (errors and not self.state.grouped):
             raise StartError("\n".join(failures or dict.fromkeys(errors.values())))
         self._record()
 

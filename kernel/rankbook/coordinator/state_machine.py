@@ -360,9 +360,9 @@ class ClusterState:
             if cell.defines_variables and not event.failed and not rank.refork:
                 rank.empty = False
             # The group could not be formed. The next submitted cell tries again (`_submit`), not this event: an error
-            # that persists would repeat without end.
+            # that persists would repeat without end. After a death, the next attempt may be queued already.
             if cell.internal and event.failed:
-                self.grouped = False
+                self.grouped = any(other.internal for other in self.cells.values() if other is not cell)
             actions += self._end_if_complete(cell)
             if cell.internal and event.failed and cell.state is CellState.RUNNING:
                 # The others would wait for it until their timeouts.

@@ -247,6 +247,9 @@ class Interrupts:
             unnoticed = unnoticed or (error is not None and error[0] == self._armed_cell)
         if not unnoticed:
             return None
+        # The handler of the user's code does not say that it has noticed; it may count the interrupts.
+        if error is None and signal.getsignal(signal.SIGINT) not in (self._handler, signal.default_int_handler):
+            return None
         remaining = self._next_repeat - time.monotonic()
         if remaining > 0:
             return remaining

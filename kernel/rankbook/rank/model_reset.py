@@ -635,7 +635,7 @@ def _restore(
                 for group, settings in zip(optimizer.param_groups, loaded, strict=True):
                     group.update(settings)
             else:
-                optimizer.load_state_dict(loaded)
+                _load_in_place(optimizer, loaded)
             if scale is not None and (own_scaler := _scaler_of(optimizer)) is not None:
                 own_scaler.load_state_dict(scale)
             if runtime is not None:
@@ -644,6 +644,17 @@ def _restore(
     except Exception as error:  # noqa: BLE001 - may run code of the user
         reason = f"its state was not copied from rank {source}: {_first_line(error)}"
     return reason, skipped
+
+
+def _load_in_place(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load a state, and keep the groups: an optimizer around this one may share them, and a scheduler write to them."""
+    groups, former = optimizer.param_groups, list(optimizer.param_groups)
+    optimizer.load_state_dict(state)
+    for group, loaded in zip(former, optimizer.param_groups, strict=True):
+        group.clear()
+        group.update(loaded)
+    groups[:] = former
+    optimizer.param_groups = groups
 
 
 def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -656,7 +667,9 @@ def _plain_schedulers_of(optimizer: Optimizer) -> list[LRScheduler]:
     for each in gc.get_objects():
         if issubclass(type(each), LRScheduler):
             followed = vars(each).get("optimizer")
-            if followed is optimizer or getattr(followed, "optimizer", None) is optimizer:  # prepared
+            # Of a prepared optimizer, or one around another one, under any name.
+            inner = getattr(followed, "__dict__", {}).values()
+            if followed is optimizer or any(value is optimizer for value in inner):
                 found.append(each)
     others = {id(part) for each in found for part in vars(each).get("_schedulers", ())}
     if (runtime := loaded_module(_RUNTIME)) is not None:

@@ -470,7 +470,11 @@ class _Reducer:
                 return make, arguments, {**attributes, **state}, *rest
             return reduction
         if attributes is not None:
-            return object.__new__, (type(value),), attributes
+            kind: Any = type(value)
+            if kind.__setstate__.__module__.startswith("torch."):
+                state = attributes, hasattr(kind.step, "hooked")
+                return object.__new__, (kind,), state, None, None, _set_optimizer
+            return object.__new__, (kind,), attributes
         if isinstance(value, torch.Tensor):
             placements = getattr(value, "placements", ())
             if any(not placement.is_replicate() for placement in placements):
@@ -483,6 +487,15 @@ class _Reducer:
         if not self._with_data and type(value) is torch.Generator and value.device.type != "cpu":
             return int, ()
         return NotImplemented
+
+
+def _set_optimizer(optimizer: torch.optim.Optimizer, state: tuple[dict[str, Any], bool]) -> None:
+    # torch's `__setstate__` needs attributes that its constructor sets, and adds its hooks to the class. An optimizer
+    # around another one may have neither, as those of Lightning Fabric: its steps would be counted twice.
+    attributes, is_hooked = state
+    vars(optimizer).update(attributes)
+    if is_hooked:
+        optimizer._patch_step_function()
 
 
 def _is_of_this_rank(sampler: DistributedSampler[Any]) -> bool:
