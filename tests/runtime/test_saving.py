@@ -22,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from rankbook.checkpoint import async_save, load_metadata, load_plain, verify
+from rankbook.checkpoint import saving as checkpoint_saving
+from rankbook.checkpoint.format import manifest as manifest_format
 from rankbook.checkpoint.saving import Writer
 from rankbook.checkpoint.state_dict.models import sharded_state_dicts
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedTensor
@@ -240,6 +242,125 @@ def test_numbers_go_on_after_a_load_and_are_never_used_twice(tmp_path):
     earlier.save_state(tmp_path / "checkpoints" / "checkpoint_of_mine")
     earlier.load_state(tmp_path / "checkpoints" / "checkpoint_of_mine")
     assert earlier.save_iteration == 1
+
+
+class Run:
+    """A run in the project `folder`, as a setup cell begins one; every save stores the next value of `counter`."""
+
+    def __init__(self, folder, limit=3):
+        project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=limit)
+        self.accelerator, self.counter = Accelerator(project_config=project), Counter()
+        self.accelerator.register_for_checkpointing(self.counter)
+
+    def save(self, *numbers):
+        for self.counter.value in numbers:
+            self.accelerator.save_state()
+
+    def loaded(self, folder=None):
+        self.counter.value = None
+        self.accelerator.load_state(folder)
+        return self.counter.value
+
+
+@pytest.fixture
+def same_second(monkeypatch):
+    """Let all saves have the same `created`, which has whole seconds: that of now, of any checkpoint."""
+    created = manifest_format.now()
+    monkeypatch.setattr(checkpoint_saving, "now", lambda: created)
+
+
+@pytest.mark.usefixtures("same_second")
+def test_a_run_that_begins_anew_removes_the_checkpoints_of_the_former_one_first(tmp_path):
+    Run(tmp_path).save(1, 2, 3, 4, 5)
+    assert numbers(tmp_path) == ["checkpoint_2", "checkpoint_3", "checkpoint_4"]
+    again = Run(tmp_path)
+    again.save(6)
+    assert numbers(tmp_path) == ["checkpoint_0", "checkpoint_3", "checkpoint_4"]
+    again.save(7, 8)
+    assert numbers(tmp_path) == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+    assert Run(tmp_path).loaded() == 8
+
+
+@pytest.mark.parametrize("through_a_link", [False, True])
+def test_numbers_go_on_above_all_after_a_load_of_a_numbered_folder(tmp_path, through_a_link):
+    Run(tmp_path / "run").save(0, 1, 2, 3, 4, 5)
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    later = Run(tmp_path / "run", limit=2)
+    assert later.loaded(tmp_path / ("link" if through_a_link else "run") / "checkpoints" / "checkpoint_4") == 4
+    later.save(104)
+    assert numbers(tmp_path / "run") == ["checkpoint_5", "checkpoint_6"]
+    later.save(105)
+    assert numbers(tmp_path / "run") == ["checkpoint_6", "checkpoint_7"]
+    assert Run(tmp_path / "run").loaded() == 105
+    other = Run(tmp_path / "other")
+    other.loaded(tmp_path / "run" / "checkpoints" / "checkpoint_7")
+    assert other.accelerator.save_iteration == 0, "a checkpoint of another project"
+
+
+def test_checkpoints_are_ordered_by_the_time_of_the_save_also_in_a_copy(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_saving, "now", lambda: "2026-01-01T10:00:00+00:00")
+    Run(tmp_path / "run").save(0, 1, 2)
+    monkeypatch.setattr(checkpoint_saving, "now", lambda: "2026-01-01T10:00:05+00:00")
+    Run(tmp_path / "run", limit=4).accelerator.save_state(tmp_path / "run" / "checkpoints" / "checkpoint_1")
+    # The files of a copy have times in any order.
+    for number, time in ((2, 1000), (1, 2000), (0, 3000)):
+        os.utime(tmp_path / "run" / "checkpoints" / f"checkpoint_{number}" / "manifest.json", (time, time))
+    ordered = sorted((tmp_path / "run" / "checkpoints").iterdir(), key=saving.saved_at)
+    assert [path.name for path in ordered] == ["checkpoint_0", "checkpoint_2", "checkpoint_1"]
+    # A damaged manifest has no time, and one that another process is removing is not there.
+    manifest = tmp_path / "run" / "checkpoints" / "checkpoint_1" / "manifest.json"
+    manifest.write_bytes(b"{")
+    assert saving.saved_at(manifest.parent)[0] == manifest.stat().st_mtime
+    manifest.unlink()
+    assert saving.saved_at(manifest.parent) == (0, 0, 1)
+
+
+def test_a_save_that_is_interrupted_after_its_commit_is_counted(tmp_path, monkeypatch):
+    run = Run(tmp_path, limit=1)
+    run.save(0)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def fail(*_):
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saving, "keep_latest", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run.save(1)
+    assert numbers(tmp_path) == ["checkpoint_0", "checkpoint_1"]
+    run.save(2)
+    assert numbers(tmp_path) == ["checkpoint_2"]
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStorage, "write", fail)
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            run.save(3)
+    run.save(4)
+    assert numbers(tmp_path) == ["checkpoint_3"], "the failed save has left nothing, and its number is free"
+    assert run.loaded() == 4
+
+
+def test_a_url_is_refused_where_files_are_local(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    url = f"memory://bucket/{uuid.uuid4().hex}"
+    run = Run(url)
+    for function in (run.accelerator.save_state, run.accelerator.load_state):
+        with pytest.raises(InvalidArgument, match=f"require a local project_dir, got the URL {url}: pass a URL"):
+            function()
+    for is_safe in (False, True):
+        with pytest.raises(InvalidArgument, match=r"writes a local file, got the URL memory://.*: pass a path"):
+            run.accelerator.save({"weight": torch.ones(1)}, f"{url}/x.safetensors", safe_serialization=is_safe)
+    # On the ranks that do not write, too.
+    monkeypatch.setattr(Accelerator, "should_save_model", False)
+    with pytest.raises(InvalidArgument, match="writes a local file"):
+        run.accelerator.save({}, f"{url}/x.pt")
+    assert list(tmp_path.iterdir()) == []
+    run.counter.value = 3
+    for folder in (f"{url}/checkpoints/checkpoint_3", str(tmp_path / "checkpoints" / "checkpoint_3")):
+        run.accelerator.save_state(folder)
+        assert run.loaded(folder) == 3
+    assert run.accelerator.save_iteration == 0
 
 
 def test_hooks_may_save_a_model_themselves_and_their_files_remain(tmp_path):

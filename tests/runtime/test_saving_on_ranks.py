@@ -334,6 +334,42 @@ def hooks_of_ranks(folder, async_):
     return texts
 
 
+def numbers_of_ranks(folder):
+    """Return the folders of numbered saves, with an interrupt on rank 0 and a rank that sees fewer folders."""
+    from rankbook.runtime import ProjectConfiguration, saving
+
+    accelerator, *prepared = training(
+        project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
+    )
+    saved = [accelerator.save_state()]
+    keep, see = saving.keep_latest, saving.numbered_folders
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    saving.keep_latest = interrupt  # called on rank 0
+    try:
+        accelerator.save_state()
+    except (KeyboardInterrupt, CheckpointError) as error:
+        saved.append(type(error).__name__)
+    saving.keep_latest = keep
+    saved += [accelerator.save_state(), accelerator.save_state()]
+    accelerator.project_configuration.iteration = 0  # as in a new process
+    if accelerator.process_index == 1:
+        saving.numbered_folders = lambda project: see(project)[:0]
+    accelerator.load_state(f"{folder}/checkpoints/checkpoint_2")
+    saving.numbered_folders = see
+    saved.append(accelerator.save_state())
+    assert prepared
+    return [Path(folder).name for folder in saved]
+
+
+def test_all_ranks_number_the_same_after_an_interrupt_and_after_a_load(tmp_path):
+    rank_0, rank_1 = run_ranks(numbers_of_ranks, 2, str(tmp_path))
+    assert rank_0 == ["checkpoint_0", "KeyboardInterrupt", "checkpoint_2", "checkpoint_3", "checkpoint_4"]
+    assert rank_1 == ["checkpoint_0", "CheckpointError", *rank_0[2:]]
+
+
 @pytest.mark.parametrize("async_", [False, True])
 def test_files_of_the_hooks_of_all_ranks_are_saved_together_or_not_at_all(tmp_path, async_):
     expected = [["1", "1"], ["state"], ["1", "2"], ["state"], ["1", "2"], ["state"]]

@@ -446,10 +446,10 @@ class ProjectConfiguration:
     """Directories of a project.
 
     Args:
-        project_dir: directory of checkpoints.
+        project_dir: directory of checkpoints, a local one if they are numbered.
         logging_dir: directory of logs, by default `project_dir`.
         automatic_checkpoint_naming: number the checkpoints that are saved without a name.
-        total_limit: number of numbered checkpoints to keep; older ones are deleted.
+        total_limit: number of numbered checkpoints to keep; those that were saved earlier are deleted.
         iteration: number of the next checkpoint.
         save_on_each_node: write files that are not sharded on every host rather than on rank 0 only.
 
@@ -479,7 +479,12 @@ class ProjectConfiguration:
 
     @property
     def checkpoints(self) -> Path:
-        """Return the directory of numbered checkpoints."""
+        """Return the directory of numbered checkpoints. Raises `InvalidArgument` if `project_dir` is a URL."""
+        if "://" in str(self.project_dir):
+            raise InvalidArgument(
+                f"numbered checkpoints require a local project_dir, got the URL {self.project_dir}: pass a URL to "
+                f"save_state() and load_state() themselves, such as {str(self.project_dir).rstrip('/')}/checkpoint_0"
+            )
         return Path(os.path.expanduser(self.project_dir or ".")) / "checkpoints"  # noqa: PTH111 - as in `save_state`
 
 

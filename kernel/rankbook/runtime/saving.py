@@ -15,11 +15,13 @@ import shutil
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import msgspec
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -47,6 +49,9 @@ _log = logging.getLogger(__name__)
 
 class SavingMethods(AcceleratorSettings):
     """See `Accelerator`."""
+
+    _begun: str | None = None
+    """Numbered folder of a save that has begun and has not returned."""
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -78,7 +83,8 @@ class SavingMethods(AcceleratorSettings):
         """Write `obj` with `torch.save` on rank 0, or on one rank per machine if the project is configured so.
 
         With `safe_serialization`, `obj` is a dict of full tensors, and the file has the safetensors format. Raises
-        `InvalidArgument` for another object then, and OSError, on the rank that writes.
+        `InvalidArgument` for another object then, and OSError, on the rank that writes. Raises `InvalidArgument` for a
+        URL, on every rank.
 
         Example::
 
@@ -86,6 +92,11 @@ class SavingMethods(AcceleratorSettings):
             accelerator.wait_for_everyone()  # for rank 0, which writes the file
             torch.load("results.pt")["epoch"]  # 3
         """
+        if "://" in str(f):
+            raise InvalidArgument(
+                f"save() writes a local file, got the URL {f}: pass a path, or the URL of a folder to save_state() or "
+                "save_model()"
+            )
         # No collective: the other ranks return at once and do not wait for the file.
         if not self.should_save_model:
             return
@@ -258,6 +269,8 @@ class SavingMethods(AcceleratorSettings):
         if not self.gradient_state.sync_gradients and self.is_main_process:
             _log.warning("save_state() within a gradient accumulation window: the accumulated gradients are not saved")
         hook_files = checkpoints.hook_folder(folder) if "://" not in folder else None
+        if output_dir is None:
+            self._begun = folder
         try:
             remaining, are_hooked = self._call_save_hooks(parts, folder, hook_files)
             # With `async_` the state has been copied when this returns, and a background thread writes the files.
@@ -277,6 +290,7 @@ class SavingMethods(AcceleratorSettings):
         # Every rank counts, so that the next default folder is the same on all.
         if output_dir is None:
             self.project_configuration.iteration += 1
+            self._begun = None
         return folder if isinstance(done, Saved) else done
 
     def _call_save_hooks(
@@ -315,8 +329,9 @@ class SavingMethods(AcceleratorSettings):
     ) -> None:
         """Load what `save_state` has saved into the objects that are prepared now, for any sharding. All ranks call it.
 
-        The default for `input_dir` is the latest of the project's numbered checkpoints; the next one is numbered after
-        it. If `input_dir` contains steps (`step-20`, `step-40`, ...), the latest is loaded, and its name is printed.
+        The default for `input_dir` is the one of the project's numbered checkpoints that was saved last. After a load
+        of any of them, the next one gets a number above all others. If `input_dir` contains steps (`step-20`,
+        `step-40`, ...), the latest is loaded, and its name is printed.
 
         With another number of ranks than it was saved with, a loader in the middle of an epoch continues with the
         samples that no rank has had, each once; the last batches of the epoch may be smaller. A loader that cannot find
@@ -365,10 +380,11 @@ class SavingMethods(AcceleratorSettings):
             remaining = [
                 names.get(id(self.unwrap_model(model)), name) for name, model in zip(parts.models, models, strict=False)
             ]
+            number = number_after(project, folder)
+        if self.use_distributed:  # on a network file system, a rank may see a new folder late
+            number = max(gather_object([number]))
         checkpoints.read_state(parts, remaining, folder, raise_on_all=self._raise_on_all, strict=strict, allow=allow)
-        # Continue to number after the loaded checkpoint, which would be overwritten otherwise.
-        if input_dir is None and (number := checkpoint_number(Path(folder))) is not None:
-            project.iteration = max(project.iteration, number + 1)
+        project.iteration = max(project.iteration, number)
         # Gradients that were accumulated before the load belong to other weights.
         window.abort(self.gradient_state)
         if (protection := loaded_module("rankbook.runtime.protection")) is not None:
@@ -405,6 +421,11 @@ class SavingMethods(AcceleratorSettings):
                 "project_dir"
             )
         folder = project.checkpoints / f"checkpoint_{project.iteration}"
+        # The save into it has raised after its commit, for example when it was interrupted while it removed older
+        # checkpoints. All ranks look now: an interrupt may have reached one before rank 0 made the commit.
+        if str(folder) == self._begun and is_complete(folder):
+            project.iteration += 1
+            folder = project.checkpoints / f"checkpoint_{project.iteration}"
         # Only rank 0 looks: `_raise_on_all` of the caller makes its error known to the others.
         if self.is_main_process and is_complete(folder):
             raise InvalidArgument(
@@ -416,7 +437,7 @@ class SavingMethods(AcceleratorSettings):
     def _limit_of(self, folder: str) -> Callable[[], None]:
         """Return the function that removes older checkpoints, on rank 0, when the one in `folder` is complete."""
         project = copy.copy(self.project_configuration)
-        if not project.automatic_checkpoint_naming:
+        if not project.automatic_checkpoint_naming or "://" in str(project.project_dir):
             return lambda: None
         # Absolute: a save in the background may end after an `os.chdir`.
         project.project_dir = os.path.abspath(project.checkpoints.parent)  # noqa: PTH100 - keeps symbolic links
@@ -503,11 +524,9 @@ def _name_of_cell(hook: Callable[..., None]) -> str:
 
 
 def numbered_folders(project: ProjectConfiguration) -> list[Path]:
-    """Return the project's complete numbered checkpoints, oldest first."""
-    folders = [folder for folder in project.checkpoints.glob("checkpoint_*") if checkpoint_number(folder) is not None]
-    return sorted(
-        (folder for folder in folders if is_complete(folder)), key=lambda folder: checkpoint_number(folder) or 0
-    )
+    """Return the project's complete numbered checkpoints, in any order."""
+    folders = project.checkpoints.glob("checkpoint_*")
+    return [folder for folder in folders if checkpoint_number(folder) is not None and is_complete(folder)]
 
 
 def checkpoint_number(folder: Path) -> int | None:
@@ -523,12 +542,47 @@ def is_complete(folder: Path) -> bool:
     return (folder / "manifest.json").is_file()
 
 
+class _Creation(msgspec.Struct):
+    """The field of a manifest that has the time of the save."""
+
+    created: str
+
+
+def saved_at(folder: Path) -> tuple[float, float, int]:
+    """Return the time at which a numbered checkpoint was saved, and its number, to sort by.
+
+    The number alone does not tell: a new run in the same folder begins with 0 again.
+    """
+    manifest, number = folder / "manifest.json", checkpoint_number(folder) or 0
+    try:
+        written = manifest.stat().st_mtime
+    except OSError:  # another process is removing the checkpoint
+        return 0.0, 0.0, number
+    try:
+        created = datetime.fromisoformat(msgspec.json.decode(manifest.read_bytes(), type=_Creation).created).timestamp()
+    except (OSError, ValueError, msgspec.DecodeError):  # damaged: a load reports that
+        return written, written, number
+    # `created` has whole seconds. The time of the file orders the saves within a second, unless the file is a copy.
+    return created, written if abs(written - created) < 2 else created, number
+
+
+def number_after(project: ProjectConfiguration, folder: str) -> int:
+    """Return the first number above all checkpoints of the project if `folder` is one of them, 0 otherwise."""
+    number = checkpoint_number(Path(folder))
+    if number is None or "://" in folder or "://" in str(project.project_dir):
+        return 0
+    if os.path.realpath(Path(folder).parent) != os.path.realpath(project.checkpoints):
+        return 0
+    # Not just after `folder`, which may be an earlier one: the next number would be in use.
+    return 1 + max([number, *(checkpoint_number(path) or 0 for path in numbered_folders(project))])
+
+
 def latest_folder(project: ProjectConfiguration) -> Path:
-    """Return the project's latest numbered checkpoint. Raises `InvalidArgument` if there is none."""
+    """Return the project's numbered checkpoint that was saved last. Raises `InvalidArgument` if there is none."""
     folders = numbered_folders(project)
     if not folders:
         raise InvalidArgument(f"no checkpoint found in {project.checkpoints}: pass a folder to load_state()")
-    return folders[-1]
+    return max(folders, key=saved_at)
 
 
 def keep_latest(project: ProjectConfiguration, newest: Path) -> None:
@@ -556,9 +610,9 @@ def keep_latest(project: ProjectConfiguration, newest: Path) -> None:
         if steps.writer_of(storage, draft.name) is None  # otherwise another process is saving there
         for name in (draft.name, draft.name + steps.OWNER)
     ]
-    # `newest` may have a lower number than others, if the user has set the iteration back; it is kept in any case.
+    # `newest` is kept in any case, also if the clock was set back.
     if project.total_limit is not None:
-        earlier = [path for path in numbered_folders(project) if path != newest]
+        earlier = sorted((path for path in numbered_folders(project) if path != newest), key=saved_at)
         outdated += earlier[: max(0, len(earlier) + 1 - project.total_limit)]
     for path in outdated:
         with contextlib.suppress(OSError):
