@@ -12,10 +12,13 @@ doubled. The total sent stays linear in the size of the output.
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from html.parser import HTMLParser
 from threading import RLock
 from typing import Any
 
@@ -31,9 +34,9 @@ VIEWS = ("merged", "tabs", "grid")
 _MAX_COLUMNS = 4
 """Ranks side by side in the grid."""
 _NO_ROW = "--rb-row:auto"
-_MARKUP = ("text/html", "image/svg+xml")
+_SVG = "image/svg+xml"
 _LIVE = (WIDGET_VIEW, "application/javascript")
-_IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")
+_IMAGES = (_SVG, "image/png", "image/jpeg", "image/gif", "image/webp")
 _RENDERED = ("text/markdown", "text/latex")
 _COLOURS = {
     "black": "#5b616e", "red": "#c4302b", "green": "#00803a", "yellow": "#8a6100", "blue": "#0b6bcb",
@@ -64,6 +67,7 @@ font:var(--vscode-editor-font-size,var(--jp-code-font-size,13px))/1.35
 var(--vscode-editor-font-family,var(--jp-code-font-family,monospace))}
 #ID .rb-stderr{background:color-mix(in srgb,#c4302b 12%,transparent)}
 #ID img,#ID svg{max-width:100%}
+#ID .rb-isolated{width:100%;height:20em;border:0;background:#fff;resize:vertical}
 #ID .rb-bold{font-weight:700}#ID .rb-italic{font-style:italic}#ID .rb-under{text-decoration:underline}
 #ID:has(.rb-to-grid:checked) .rb-pieces{display:grid;grid-template-columns:repeat(COUNT,minmax(14em,1fr));gap:0 8px;
 grid-auto-flow:dense;align-items:start}
@@ -208,7 +212,7 @@ def is_live(data: Mapping[str, Any]) -> bool:
     Scripts in HTML do not run while the cell runs, and later they may depend on JavaScript that is no longer loaded.
     Plotly sends its chart in both formats. Markdown and formulas are rendered by the front end.
     """
-    if not any(kind in data for kind in (*_MARKUP, *_IMAGES)):
+    if not any(kind in data for kind in ("text/html", *_IMAGES)):
         return any(kind in _RENDERED or kind.startswith("application/") for kind in data)
     if not any(kind.startswith("application/") for kind in data):
         return False
@@ -218,22 +222,126 @@ def is_live(data: Mapping[str, Any]) -> bool:
 def bundle_html(data: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> str:
     """Return the richest format of a mime bundle as static HTML; an image has the width in its metadata."""
     # From the richest format to the simplest. Live formats are shown below the panel, and the panel has their text.
-    for kind in () if is_live(data) else _MARKUP:
-        if isinstance(text := data.get(kind), str):
-            return text
-    for kind in _IMAGES:
-        if isinstance(text := data.get(kind), str):
-            caption = escape(str(data.get("text/plain", "image")))
-            wide = (metadata or {}).get(kind)
-            width = wide.get("width") if isinstance(wide, Mapping) else None
-            size = f' width="{width:g}"' if isinstance(width, (int, float)) else ""
-            return f'<img src="data:{kind};base64,{escape(text.strip())}" alt="{caption}"{size}>'
-    # IPython's Markdown, Latex and Math have no readable plain text.
+    live, metadata = is_live(data), metadata or {}
+    # Objects of IPython.display have no readable plain text.
     has_text = not str(data.get("text/plain", "")).startswith("<IPython.core.display.")
+    if not live and isinstance(text := data.get("text/html"), str):
+        return _isolated_html(text) if _is_isolated(metadata) else balanced_html(text)
+    for kind in _IMAGES:
+        if isinstance(text := data.get(kind), str) and not (live and kind == _SVG):
+            caption = escape(str(data.get("text/plain", "image"))) if has_text else "image"
+            of_kind = metadata.get(kind)
+            width = of_kind.get("width") if isinstance(of_kind, Mapping) else None
+            size = f' width="{width:g}"' if isinstance(width, (int, float)) else ""
+            content = _svg_base64(text) if kind == _SVG else escape(text.strip())
+            return f'<img src="data:{kind};base64,{content}" alt="{caption}"{size}>'
     for kind in ("text/markdown", *(("text/plain", "text/latex") if has_text else ("text/latex", "text/plain"))):
         if isinstance(text := data.get(kind), str):
             return f"<pre>{to_html(text)}</pre>"
     return f"<p>({escape(', '.join(data) or 'empty')})</p>"
+
+
+def _svg_base64(text: str) -> str:
+    # An SVG in the page could run scripts, and all of a page share their ids. JupyterLab makes an <img> too, and adds
+    # the namespace, without which an image is not drawn.
+    if re.search("<svg[^>]+xmlns=", text) is None:
+        text = text.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
+    return base64.b64encode(text.encode(errors="replace")).decode()
+
+
+def _is_isolated(metadata: Mapping[str, Any]) -> bool:
+    # As in JupyterLab: what is said about the format precedes what is said about the whole bundle.
+    of_html = metadata.get("text/html")
+    if isinstance(of_html, Mapping) and "isolated" in of_html:
+        return bool(of_html["isolated"])
+    return bool(metadata.get("isolated"))
+
+
+def _isolated_html(text: str) -> str:
+    # Scripts may run, but in an origin of their own, so that they do not reach the notebook's page.
+    return f'<iframe class="rb-isolated" title="output" sandbox="allow-scripts" srcdoc="{escape(text)}"></iframe>'
+
+
+_VOID = {
+    "area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param", "source", "track", "wbr",
+}  # fmt: skip
+_DOCUMENT = {"html", "head", "body", "plaintext"}
+_SCOPES = {"table", "caption", "td", "th", "template", "object"}
+_CELLS = {"tr", "td", "th"}
+_TABLE = _SCOPES | _CELLS | {"thead", "tbody", "tfoot"}
+_LISTS = {"ul", "ol", "menu", "dl"}
+_ENDED_BY = {
+    "li": ("li",), "dd": ("dd", "dt"), "dt": ("dd", "dt"), "button": ("button",), "table": ("table",),
+    "td": ("td", "th"), "th": ("td", "th"), "tr": ("tr",),
+}  # fmt: skip
+"""Elements that end by the start of another one, with everything in them."""
+
+
+def balanced_html(html: str) -> str:
+    """Return the HTML with all its elements closed, and without end tags of elements that it has not opened.
+
+    Such HTML can stand between other HTML. The tags of a whole document, comments and declarations are left out, as
+    they have no effect in the middle of a page.
+    """
+    parser = _Balancer()
+    parser.feed(html)
+    parser.close()
+    parser.end_elements(0)
+    return "".join(parser.parts)
+
+
+class _Balancer(HTMLParser):
+    """Collects balanced HTML in `parts`. A browser is less strict; the result is the same for HTML without errors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+        self._open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:  # noqa: ARG002 - with its attributes as written
+        if tag in _DOCUMENT:
+            return
+        if tag in _ENDED_BY:
+            self._end_last(_ENDED_BY[tag], {"table", "template"} if tag in _CELLS else _SCOPES | _LISTS)
+        self.parts.append(self.get_starttag_text() or "")
+        if tag not in _VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        # Only in SVG and MathML does the slash close an element. The end tag closes it even if HTML has ended the SVG.
+        if tag not in _VOID and not {"svg", "math"}.isdisjoint((*self._open, tag)):
+            self.parts.append((self.get_starttag_text() or "").removesuffix("/>") + f"></{tag}>")
+        else:
+            self.handle_starttag(tag, attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._end_last((tag,), set() if tag in _TABLE else _SCOPES) and tag == "p":
+            self.parts.append("</p>")
+
+    def handle_data(self, data: str) -> None:
+        is_code = self._open[-1:] in (["script"], ["style"])
+        self.parts.append(data if is_code else escape(data, quote=False))
+
+    def end_elements(self, depth: int) -> None:
+        """Close the open elements from the innermost one on, until `depth` are left."""
+        while len(self._open) > depth:
+            tag = self._open.pop()
+            # Browsers end a paragraph by themselves, and `</p>` after that would be an empty paragraph.
+            if tag != "p":
+                self.parts.append(f"</{tag}>")
+
+    def _end_last(self, tags: Sequence[str], barriers: set[str]) -> bool:
+        """Close the last open element of `tags` with everything in it, and return whether there is one.
+
+        An element inside a barrier, such as a cell of a table, does not end one outside of it.
+        """
+        for depth in range(len(self._open) - 1, -1, -1):
+            if self._open[depth] in tags:
+                self.end_elements(depth)
+                return True
+            if self._open[depth] in barriers:
+                break
+        return False
 
 
 def text_of(blocks: Iterable[OutputBlock]) -> str:

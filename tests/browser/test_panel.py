@@ -6,7 +6,10 @@ import re
 
 import pytest
 
+from rankbook.output.by_rank import BlockAdded, OutputBlock
+from rankbook.widgets.output_panel import CellPanel
 from tests.browser.test_looks import GRAVE, PICTURES, differs
+from tests.browser.test_vscode import OPEN, PAGE
 from tests.conftest import Gate
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError).expect
@@ -82,7 +85,7 @@ def test_saved_notebook_shows_the_panel_without_a_kernel(opened, tmp_path):
     notebook = opened(START, RUNS.format(gate=gate), CHART)
     for cell in (1, 2, 3):
         notebook.run(cell, timeout=60)
-    expect(notebook.page.locator("svg title")).to_have_count(2)
+    expect(notebook.page.locator(".rankbook-panel img[src^='data:image/svg']")).to_have_count(2)
     notebook.save()
     outputs = [cell["outputs"] for cell in notebook.server.read(notebook.name)["cells"]]
     for output in outputs[2] + outputs[3]:
@@ -95,6 +98,65 @@ def test_saved_notebook_shows_the_panel_without_a_kernel(opened, tmp_path):
     panel.get_by_text("rank 1", exact=True).click()
     assert shows(panel, "same", "of 1", "last 1")
     assert "model" not in notebook.page.locator(".jp-OutputArea").nth(2).inner_text()
+
+
+SCRIPT = """<svg xmlns="http://www.w3.org/2000/svg" width="60" height="20"><defs><linearGradient id="g">
+<stop stop-color="%s"/></linearGradient></defs><rect width="60" height="20" fill="url(#g)"/>
+<image href="missing" onerror="window.ran = true"/></svg>"""
+ISOLATED = "<style>.rankbook-panel { outline: 7px solid red }</style><p>a page of its own</p>"
+MARKUP = [
+    *(OutputBlock(rank, (rank,), data={"image/svg+xml": SCRIPT % ("red", "blue")[rank]}) for rank in (0, 1)),
+    *(OutputBlock(2 + rank, (rank,), data={"text/html": f"</div><div><b>loss of {rank}"}) for rank in (0, 1)),
+    OutputBlock(4, (0,), data={"text/html": ISOLATED}, metadata={"isolated": True}),
+    *(OutputBlock(5 + rank, (rank,), text=f"line of {rank}\n") for rank in (0, 1)),
+]
+PIXEL = """async (image) => {
+  await image.decode();
+  const canvas = new OffscreenCanvas(60, 20).getContext("2d");
+  canvas.drawImage(image, 0, 0);
+  return [...canvas.getImageData(30, 10, 1, 1).data];
+}"""
+
+
+def test_markup_of_a_rank_stays_in_its_block(browser):
+    panel = CellPanel("rankbook-panel-1", "cell [3]", (0, 1), "merged")
+    sent: list[object] = []
+    panel.send = sent.append
+    page = browser.new_page()
+
+    def check():
+        pieces = page.locator(".rb-pieces")
+        assert [pieces.locator("img").nth(rank).evaluate(PIXEL) for rank in (0, 1)] == [
+            [255, 0, 0, 255],
+            [0, 0, 255, 255],
+        ]
+        expect(page.frame_locator(".rb-pieces iframe").locator("p")).to_have_text("a page of its own")
+        assert page.locator(".rankbook-panel").evaluate("(panel) => getComputedStyle(panel).outlineStyle") == "none"
+        assert pieces.evaluate("(pieces) => pieces.children.length") == len(MARKUP)
+        assert pieces.locator("pre").last.evaluate("(text) => getComputedStyle(text).fontWeight") == "400"
+        for rank, other in ((0, 1), (1, 0)):
+            page.get_by_text(f"rank {rank}", exact=True).click()
+            for text in ("loss of", "line of"):
+                expect(page.get_by_text(f"{text} {rank}")).to_be_visible()
+                expect(page.get_by_text(f"{text} {other}")).to_be_hidden()
+        assert page.evaluate("window.ran") is None
+
+    def open_live():
+        page.set_content(PAGE % ("", ""))
+        state = {name: getattr(panel, name) for name in ("name", "skeleton", "whole")}
+        page.evaluate(OPEN, {"source": str(panel._esm), "state": state})
+
+    panel.bundle()
+    open_live()
+    panel.apply([BlockAdded(block) for block in MARKUP])
+    page.evaluate("(message) => hear(message)", sent[0])
+    check()
+    panel._handle({"op": "all"})
+    open_live()
+    check()
+    page.set_content(PAGE % ("", panel.end(MARKUP)["text/html"]))
+    check()
+    page.close()
 
 
 TRAINS = """%%distributed --view grid
@@ -116,7 +178,8 @@ def test_panel_matches_its_picture_and_has_no_grave_violation(opened, axe, theme
     notebook.run(1, timeout=60)
     notebook.run(2)
     panel = page.locator(".rankbook-panel")
-    expect(panel.locator("polyline")).to_have_count(2)
+    expect(panel.locator("img")).to_have_count(2)
+    panel.locator("img").evaluate_all("images => Promise.all(images.map((image) => image.decode()))")
     page.evaluate(axe)
     report = page.evaluate("axe.run('.rankbook-panel')")
     grave = [violation for violation in report["violations"] if violation["impact"] in GRAVE]

@@ -116,6 +116,40 @@ def test_display_is_replaced_in_place():
     ]
 
 
+def test_an_update_changes_every_display_of_its_id():
+    reader = Reader()
+    for rank in (0, 1):
+        for text in ("one", "one again"):
+            reader.show(rank, {"text/plain": text}, name="twice")
+    reader.show(1, {"text/plain": "new"}, "update", name="twice")
+    reader.close()
+    texts = [(block.ranks[0], block.data["text/plain"]) for block in reader.blocks.values()]
+    assert sorted(texts) == [(0, "one"), (0, "one again"), (1, "new"), (1, "new")]
+
+
+def test_an_update_does_not_carry_out_a_clear():
+    reader = Reader()
+    reader.show(0, {"text/plain": "start"}, name="steps")
+    for step in range(3):
+        reader.merger.add_output(0, Clear(cell=1, wait=True), step)
+        reader.show(0, {"text/plain": f"step {step}"}, "update", name="steps")
+        reader.merger.flush(step + 0.5)
+        assert [block.data for block in reader.blocks.values()] == [{"text/plain": f"step {step}"}]
+    reader.add_output(0, "new\n", 4.0)
+    reader.show(0, {"text/plain": "gone"}, "update", name="steps")
+    assert reader.close() == [((0,), "new\n")]
+
+
+def test_a_display_that_is_shown_again_carries_out_a_clear():
+    reader = Reader()
+    reader.show(0, {"text/plain": "start"}, name="again")
+    reader.merger.add_output(0, Clear(cell=1, wait=True), 0.0)
+    reader.show(0, {"text/plain": "anew"}, name="again")
+    reader.show(0, {"text/plain": "new"}, "update", name="again")
+    reader.close()
+    assert [block.data for block in reader.blocks.values()] == [{"text/plain": "new"}]
+
+
 def test_an_update_of_an_earlier_cells_display_goes_to_that_display():
     earlier, reader = OutputMerger([0, 1], key="earlier", cluster_key="c"), Reader()
     earlier.add_output(1, Display(cell=1, kind="display", data={}, metadata={}, display_id="bar"), 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import time
@@ -12,6 +13,7 @@ from rankbook.output.by_rank import BlockAdded, BlockRemoved, OutputBlock, Outpu
 from rankbook.widgets import output_panel
 from rankbook.widgets.output_panel import (
     CellPanel,
+    balanced_html,
     bundle_html,
     columns_per_row,
     is_live,
@@ -181,6 +183,75 @@ def test_bundle_is_rendered_as_html():
     assert is_live(symbols) and bundle_html(symbols) == "<pre>x**2</pre>"
     frame = {"text/plain": "t", "text/latex": "$t$", "text/html": "<table></table><script></script>"}
     assert not is_live(frame) and bundle_html(frame) == frame["text/html"]
+
+
+SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="9"><image href="x" onerror="alert(1)"/></svg>'
+
+
+@pytest.mark.parametrize("text", [SVG, SVG.replace(' xmlns="http://www.w3.org/2000/svg"', "")])
+def test_svg_is_an_image_of_its_own(text):
+    html = bundle_html({"image/svg+xml": text, "text/plain": "<IPython.core.display.SVG object>"})
+    content = re.fullmatch('<img src="data:image/svg\\+xml;base64,([^"]+)" alt="image">', html)[1]
+    assert base64.b64decode(content).decode() == SVG
+    assert 'alt="loss" width="40">' in bundle_html(
+        {"image/svg+xml": text, "text/plain": "loss"}, {"image/svg+xml": {"width": 40}}
+    )
+    chart = {"application/javascript": "", "image/svg+xml": text, "text/plain": "c"}
+    assert is_live(chart) and bundle_html(chart) == "<pre>c</pre>"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "is_isolated"),
+    [
+        ({"isolated": True}, True),
+        ({"text/html": {"isolated": True}}, True),
+        ({"isolated": True, "text/html": {"isolated": False}}, False),
+        ({"isolated": True, "text/html": {"width": 3}}, True),
+        ({"image/svg+xml": {"isolated": True}}, False),
+    ],
+)
+def test_isolated_html_is_a_page_of_its_own(metadata, is_isolated):
+    html = bundle_html({"text/html": '<style>p {color: "red"}</style><p>'}, metadata)
+    assert ("<style>" not in html) == is_isolated
+    assert ("<iframe" in html) == is_isolated
+    if is_isolated:
+        assert 'sandbox="allow-scripts"' in html
+        assert 'srcdoc="&lt;style&gt;p {color: &quot;red&quot;}&lt;/style&gt;&lt;p&gt;"' in html
+
+
+@pytest.mark.parametrize(
+    ("written", "balanced"),
+    [
+        ("<div class='alert'>loss", "<div class='alert'>loss</div>"),
+        ("</div></div>loss</p>", "loss"),
+        ("<p>one<p>two<br/>three", "<p>one<p>two<br/>three"),
+        ("<p>one</p><b>two", "<p>one</p><b>two</b>"),
+        ("<ul><li>a<li><div>b<li>c<ul><li>d", "<ul><li>a</li><li><div>b</div></li><li>c<ul><li>d</li></ul></li></ul>"),
+        ("<dl><dt>a<dd><div>b<dt>c</dl>", "<dl><dt>a</dt><dd><div>b</div></dd><dt>c</dt></dl>"),
+        ("<button><div><button>", "<button><div></div></button><button></button>"),
+        ("<b><i>x</b></i>y", "<b><i>x</i></b>y"),
+        ("<div>a<table><tr><td></div>b<td>c", "<div>a<table><tr><td>b</td><td>c</td></tr></table></div>"),
+        ("<table><tr><td><div>a<tr><td>b</table>", "<table><tr><td><div>a</div></td></tr><tr><td>b</td></tr></table>"),
+        ("<table><div><table>", "<table><div></div></table><table></table>"),
+        ("<div/>a", "<div/>a</div>"),
+        ("<svg viewBox='0 0 9 9'><path d='M'/><g>", "<svg viewBox='0 0 9 9'><path d='M'></path><g></g></svg>"),
+        ("<svg><div/><br/></svg><math/>", "<svg><div></div><br/></svg><math></math>"),
+        ("<math><mspace/><mi>x", "<math><mspace></mspace><mi>x</mi></math>"),
+        ("<!doctype html><html><head><style>a>b{}</style></head><body>a<!-- b -->", "<style>a>b{}</style>a"),
+        ("<script>a && b</script>&lt;b&gt; & c < d &copy;", "<script>a && b</script>&lt;b&gt; &amp; c &lt; d ©"),
+        ("<plaintext>a</div>", "a"),
+    ],
+)
+def test_html_is_balanced(written, balanced):
+    assert balanced_html(written) == balanced
+    assert balanced_html(balanced) == balanced
+    assert bundle_html({"text/html": written}) == balanced
+
+
+def test_very_deep_html_costs_linear_time():
+    start = time.perf_counter()
+    assert balanced_html("<div>" * 100_000) == "<div>" * 100_000 + "</div>" * 100_000
+    assert time.perf_counter() - start < 5
 
 
 def placed(*of: tuple[int, ...], ranks: int = 6) -> list[tuple[str, int]]:

@@ -100,7 +100,8 @@ class ByRankOutput:
         self._next = 0
         # The block of a stream and its ranks that further lines are appended to.
         self._open: dict[tuple[StreamName, Ranks], int] = {}
-        self._displays: dict[tuple[int, str], int] = {}
+        # The blocks of a rank's display id, which may be shown several times.
+        self._displays: dict[tuple[int, str], list[int]] = {}
         self._rows: dict[str, dict[int, int]] = {}
         self._clearing: set[int] = set()
         self._changes: list[Change] = []
@@ -124,7 +125,6 @@ class ByRankOutput:
                 self._clear_ranks(set().union(*{ranks for ranks, _ in rows}))
                 self._add_lines(stream, rows)
             case SingleItem(DisplayItem() as display, ranks):
-                self._clear_ranks(ranks)
                 self._add_display(display, ranks)
             case SingleItem(ClearItem(wait=wait), ranks):
                 self._clearing.update(ranks)
@@ -199,10 +199,12 @@ class ByRankOutput:
     def _add_display(self, display: DisplayItem, ranks: Ranks) -> None:
         message = display.message
         name = None if message.display_id is None else (ranks[0], message.display_id)
+        shown = [] if name is None else [key for key in self._displays.get(name, ()) if key in self._blocks]
         is_update = message.kind == "update"
+        # An update changes a display in place, wherever it is, so it does not carry out a pending clear.
         if is_update and (name is None or name in self._displays):
             # A display that was dropped because of the limits is not created anew by an update.
-            if name is not None and (key := self._displays[name]) in self._blocks:
+            for key in shown:
                 self._put_block(OutputBlock(key, ranks, data=message.data, metadata=message.metadata))
             return
         if is_update and name is not None and (self._cluster_key, *name) not in shown_by_rank:
@@ -210,9 +212,10 @@ class ByRankOutput:
             self._updates[update.display_id] = update
             return
         # A new display, or one of an earlier cell's panel, which has become static: it is shown again in this cell.
+        self._clear_ranks(ranks)
         key = self._put_block(OutputBlock(-1, ranks, data=message.data, metadata=message.metadata))
         if name is not None:
-            self._displays[name] = key
+            self._displays[name] = [*shown, key]
             _remember_display(self._cluster_key, *name)
         self.live.mark_output_below()
         self._drop_oldest()
