@@ -271,8 +271,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernel/rankbook/runtime/gradient_state.py",
-        "        self._remove_dataloader(dataloader)\n        self._active.append",
-        "        self._active.append",
+        "        self._remove_dataloader(dataloader)\n        entry =",
+        "        entry =",
         "runtime/test_gradient_state.py",
     ),
     # Checkpoints.

@@ -579,3 +579,17 @@ def test_optimizer_class_of_a_cell_can_be_sent_to_another_rank(tmp_path):
     own([parameter], 0.1).step()  # torch has wrapped the method of the class, with its hooks
     packed = pack(own, store=None)
     assert unpack(packed.payload, packed.frames, unlink=True, folder=tmp_path).__name__ == "Own"
+
+
+def test_an_alarm_discards_the_gradients_of_all_optimizers():
+    nets = [nn.Linear(2, 1), nn.Linear(2, 1)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    for factor in (1.0, math.nan):
+        sum(net(torch.ones(1, 2) * factor).sum() for net in nets).backward()
+        if factor == 1.0:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    with pytest.raises(NumericalError):
+        optimizers[0].step()
+    assert all(parameter.grad is None for net in nets for parameter in net.parameters())

@@ -165,3 +165,13 @@ def test_a_model_settles_the_window_once_in_a_loop_after_the_groups_were_formed_
     assert not model._forward_pre_hooks and not snapshot_files.replicas_may_differ
     settle_before_training(model)
     assert not model._forward_pre_hooks, "nothing has happened since"
+
+
+def test_an_old_loop_that_is_freed_late_leaves_the_newer_loop_over_its_loader_active():
+    state, loader = GradientState(), Loader()
+    old = iter(loader)
+    next(old)
+    for _ in loader:
+        old = None  # as a variable or a traceback does
+        assert state.active_dataloader is loader
+    assert old is None and not state.in_dataloader

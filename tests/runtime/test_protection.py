@@ -286,6 +286,32 @@ class Loops:
                 self.model(batch)
         self.scheduler.step()
 
+    def evaluates_around_a_single_step(self) -> None:
+        if not hasattr(self, "whole"):  # the samples are one batch, which no loader reads
+            self.whole = torch.randn(24, 2, generator=torch.Generator().manual_seed(8))
+        for batch in self.held_out:
+            self.model(batch).detach()
+        self.accelerator.backward(self.forward(self.whole))
+        self.step()
+        for batch in self.held_out:
+            self.model(batch).detach()
+        self.scheduler.step()
+
+
+def test_the_step_of_a_scheduler_after_an_evaluation_is_part_of_the_snapshot(folder):
+    def train(epochs: int) -> None:
+        for _ in range(epochs):
+            loops.evaluates_around_a_single_step()
+
+    loops = Loops()
+    protection.protect(1)
+    train(3)
+    version, rate = versions(folder)[0], loops.scheduler.get_last_lr()
+    assert version.step == 3
+    train(1)
+    protection.restore(version, 1)
+    assert loops.scheduler.get_last_lr() == rate
+
 
 @pytest.mark.parametrize("stop_at", [4, 6])  # in the middle of an epoch, and at the first step of one
 @pytest.mark.parametrize("every", [1, 2])
@@ -423,6 +449,40 @@ def test_an_optimizer_with_lists_of_tensors_in_its_state_repeats_its_steps_after
     torch.testing.assert_close(tensors, before, rtol=0, atol=0)
 
 
+class Adapting(torch.optim.SGD):
+    """SGD that counts its calls in an attribute, and keeps a tensor in an object."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("memory", SimpleNamespace(total=torch.zeros(2))).total.add_(1.0)
+        return super().step(closure)
+
+    def state_dict(self):
+        return {**super().state_dict(), "calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+        super().load_state_dict({name: value for name, value in state.items() if name != "calls"})
+
+
+def test_state_that_only_the_class_of_an_optimizer_knows_comes_back(folder):
+    model = nn.Linear(1, 1, bias=False)
+    _model, wrapper = Accelerator(cpu=True).prepare(model, Adapting(model.parameters(), lr=1.0))
+    protection.protect(1)
+    for _ in range(2):
+        model.weight.grad = torch.ones(1, 1)
+        wrapper.step()
+    version = versions(folder)[0]
+    wrapper.step()
+    assert protection.restore(version, 1)["refused"] == ""
+    (state,) = wrapper.state.values()
+    assert (wrapper.optimizer.calls, state["memory"].total.tolist()) == (2, [2.0, 2.0])
+    assert state["memory"].total.untyped_storage().nbytes() == 8, "a view of the snapshot"
+
+
 class Counting(torch.optim.SGD):
     """SGD that keeps a number and a tensor under names, and not under a parameter."""
 
@@ -492,7 +552,8 @@ def test_state_of_a_new_rank_is_restored_on_the_device_where_its_optimizer_expec
     optimizer = AcceleratedOptimizer(torch.optim.SGD([parameter]))
     optimizer.param_groups[0].update({"lr": torch.tensor(0.1, device="meta"), option: True})
     state = {"step": torch.tensor(3.0), "average": torch.tensor(0.5), "moments": torch.ones(2)}
-    stored = {"groups": [{"lr": torch.tensor(0.2)}], "values": [[state]], "named": {}, "steps": 3, "skipped": False}
+    stored = {"groups": [{"lr": torch.tensor(0.2)}], "values": [[state]], "named": {}, "others": {}}
+    stored |= {"steps": 3, "skipped": False}
     protection._restore_optimizer(stored, optimizer)
     restored = {name: value.device.type for name, value in optimizer.state[parameter].items()}
     assert restored == {"step": device, "average": "meta", "moments": "meta"}

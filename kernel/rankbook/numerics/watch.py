@@ -61,6 +61,7 @@ from torch.utils.weak import TensorWeakRef
 
 from rankbook import control_collectives
 from rankbook.errors import NumericalError
+from rankbook.lazy_imports import loaded_module
 from rankbook.numerics import attribution as at
 from rankbook.numerics import step_ends
 from rankbook.numerics.naming import ModuleNames, cell_line, executed_lines, namespace, tensors_in
@@ -533,6 +534,7 @@ class NumberWatch:
             self._end_step()
         event = self._spoilt(touched)
         if self._any_rank(event is not None):
+            self._discard_gradients(touched)
             step = step_of(optimizer, self._steps.get(optimizer, 0), done=True)
             self._raise(at.RankReport(control_collectives.this_rank(), step, event), None)
         self._modules = {}
@@ -614,10 +616,20 @@ class NumberWatch:
             self._line or cell_line(),
             inputs is not None,
         )
-        # They would be added to those of the next backward pass, and be found there once more.
-        for parameter in parameters:
-            parameter.grad = None
+        self._discard_gradients(parameters)
         self._raise(report, inputs)
+
+    def _discard_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Discard the gradients of the step, also those of other optimizers.
+
+        They would be added to those of the next backward pass, and be found there once more.
+        """
+        prepared = loaded_module("rankbook.runtime.prepared")
+        others = [*self._steps, *(prepared.registered("optimizer").values() if prepared is not None else ())]
+        held = [p for optimizer in others for group in optimizer.param_groups for p in group["params"]]
+        passed = [p for module in self._live_modules() for p in module.parameters(recurse=False)]
+        for parameter in (*parameters, *held, *passed):
+            parameter.grad = None
 
     def _raise(self, report: at.RankReport, inputs: tuple[Any, ...] | None) -> NoReturn:
         report = dataclasses.replace(report, statistics=self._spoilt_statistics())
@@ -738,13 +750,18 @@ def kind_of(tensor: torch.Tensor) -> str | None:
     if not _is_float(tensor):
         return None
     values = _reducible(tensor.detach() if tensor.requires_grad else tensor)
-    # In half precision a sum overflows early.
-    total = values.sum(dtype=torch.float32) if values.dtype.itemsize < 4 else values.sum()
-    if cmath.isfinite(total.item()):
+    if cmath.isfinite(_sum(values)):
         return None
     if bool(torch.isnan(values).any()):
         return "NaN"
     return "inf" if bool(torch.isinf(values).any()) else None
+
+
+def _sum(values: torch.Tensor) -> complex:
+    """Return the sum of the elements, which is not finite if one of them is not, or if it overflows."""
+    # In half precision it overflows early.
+    total = values.sum(dtype=torch.float32) if values.dtype.itemsize < 4 else values.sum()
+    return total.item()
 
 
 def _found_infinities(scaler: torch.amp.GradScaler) -> Iterator[torch.Tensor]:
@@ -774,8 +791,8 @@ def _kind_of_all(value: object) -> str | None:
 def _all_finite(tensors: Sequence[torch.Tensor]) -> bool:
     """Return False if an element of `tensors` may not be finite, so that they have to be looked at one by one."""
     if all(map(is_on_host, tensors)):
-        # One call for all of them, which reads the memory at its full speed.
-        return not tensors or all(math.isfinite(norm.item()) for norm in torch._foreach_norm(list(tensors)))
+        # A sum reads the memory in two thirds of the time of `torch._foreach_norm`.
+        return all(cmath.isfinite(_sum(_reducible(tensor))) for tensor in tensors)
     # One read for all: reading waits for the device.
     return math.isfinite(torch.nn.utils.get_total_norm(list(tensors), 2.0).item())
 

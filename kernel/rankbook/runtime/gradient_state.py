@@ -10,7 +10,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import nn
@@ -25,6 +25,10 @@ _DEFAULTS: Mapping[str, Any] = {
     "sync_with_dataloader": True,
     "sync_each_batch": False,
 }
+
+
+_ActiveLoop: TypeAlias = tuple[weakref.ref[Any], weakref.ref[Any]]
+"""A loader with the iterator or generator of the loop over it."""
 
 
 class GradientState:
@@ -45,7 +49,7 @@ class GradientState:
 
     plugin_kwargs: dict[str, Any]
     sync_gradients: bool
-    _active: list[tuple[weakref.ref[Any], weakref.ref[Any]]]
+    _active: list[_ActiveLoop]
 
     def __init__(self, gradient_accumulation_plugin: object | None = None) -> None:
         settings = None if gradient_accumulation_plugin is None else _settings(gradient_accumulation_plugin)
@@ -150,8 +154,8 @@ class GradientState:
         loader = self.active_dataloader
         return -1 if loader is None else int(loader.remainder)
 
-    def _add_dataloader(self, dataloader: object, iteration: object | None = None) -> None:
-        """Make `dataloader` the active loader.
+    def _add_dataloader(self, dataloader: object, iteration: object | None = None) -> _ActiveLoop:
+        """Make `dataloader` the active loader, and return the entry of its loop.
 
         `iteration`, the iterator or generator that returns the batches, ends the loop when it is garbage collected. A
         loader that was active already has started a new loop, which ends the previous one.
@@ -159,13 +163,15 @@ class GradientState:
         # A second loop over the same loader begins before the iterator of the first one is freed, if a variable holds
         # that.
         self._remove_dataloader(dataloader)
-        self._active.append((weakref.ref(dataloader), weakref.ref(dataloader if iteration is None else iteration)))
+        entry = weakref.ref(dataloader), weakref.ref(dataloader if iteration is None else iteration)
+        self._active.append(entry)
+        return entry
 
     def _remove_dataloader(self, dataloader: object) -> None:
         """End the loop over `dataloader`, if it is active."""
         self._keep([entry for entry in self._active if entry[0]() is not dataloader])
 
-    def _keep(self, active: list[tuple[weakref.ref[Any], weakref.ref[Any]]]) -> None:
+    def _keep(self, active: list[_ActiveLoop]) -> None:
         """End all loops but these."""
         if len(active) < len(self._active):
             self._active[:] = active
@@ -178,13 +184,15 @@ class GradientState:
         For a loader whose `__iter__` is a generator: its body runs in this block, and Python closes the generator when
         the loop is left.
         """
+        entry = None
         try:
-            self._add_dataloader(dataloader)
+            entry = self._add_dataloader(dataloader)
             yield
         finally:
-            # The state may have been reset while the generator was alive.
+            # The state may have been reset while the generator was alive. A generator that a variable or a traceback
+            # holds ends late: a newer loop over the loader goes on then.
             if self.initialized:
-                self._remove_dataloader(dataloader)
+                self._keep([other for other in self._active if other is not entry])
 
 
 def _unpickle_state(settings: dict[str, Any]) -> GradientState:

@@ -37,7 +37,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict, TypeVar
 
 import cloudpickle
 import torch
@@ -69,6 +69,7 @@ from rankbook.runtime.snapshot_copies import (
 from rankbook.runtime.strategies.base import bucket_indices, set_buckets
 from rankbook.snapshot_files import SnapshotFile, SnapshotHeader, SnapshotPlace, SnapshotVersion, TrainingPlace
 
+_T = TypeVar("_T")
 PEER_TIMEOUT = 60.0
 """Seconds to wait for the previous snapshot of the other ranks."""
 _STALE_AFTER = 100
@@ -256,6 +257,8 @@ class RankSnapshots:
         # The number of backward passes and the positions of loaders at the last step, and the loaders that it has read.
         self._progress: _Progress = (0, {})
         self._read: set[int] = set()
+        # The loaders whose loops have called the last backward pass, None if that is not known.
+        self._looping: set[int] | None = None
         # The positions and states of loaders at the backward pass, which the next snapshot contains.
         self._positions: dict[int, tuple[_Position, Any]] = {}
 
@@ -279,7 +282,12 @@ class RankSnapshots:
         before, self._progress = self._progress, _progress()
         if before[0] == self._progress[0]:  # the backward pass was not that of the Accelerator
             self._positions.clear()
-        self._read = {serial for serial, at in self._progress[1].items() if before[1].get(serial) != at}
+            self._looping = None
+        self._read = {
+            serial
+            for serial, at in self._progress[1].items()
+            if before[1].get(serial) != at and (self._looping is None or serial in self._looping)
+        }
         if self._has_stepped:
             self._usual_updates = self._updates - self._ended_passes
         elif self._usual_updates is None:
@@ -312,7 +320,16 @@ class RankSnapshots:
             self.take(only_update=True)
 
     def note_positions(self) -> None:
-        """Note the positions of the loaders that the next step may read, if it has a snapshot."""
+        """Note the loaders whose loops run, and the positions of those that the next step may read.
+
+        The positions are noted only if the step has a snapshot.
+        """
+        # A loop for an evaluation that has ended before is no part of the step.
+        self._looping = {
+            serial
+            for serial in prepared.serials_of("loader", GradientState().dataloader_references)
+            if serial is not None
+        }
         if (self.number + 1 - self._first_number) % self.every == 0:
             loaders, (_, before) = prepared.registered("loader"), self._progress
             self._positions = {
@@ -709,10 +726,19 @@ def _optimizer_state(wrapper: AcceleratedOptimizer) -> dict[str, Any]:
     return {
         "values": values,
         "named": {key: value for key, value in wrapper.state.items() if not isinstance(key, torch.Tensor)},
+        "others": _other_state(wrapper.optimizer),
         "groups": groups,
         "steps": wrapper.steps,
         "skipped": wrapper.step_was_skipped,
     }
+
+
+def _other_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what the `state_dict()` of an optimizer class has beyond torch's: counters of its own, for example."""
+    if type(optimizer).state_dict.__module__.startswith("torch."):
+        return {}
+    state = optimizer.state_dict()
+    return {name: value for name, value in state.items() if name not in ("state", "param_groups")}
 
 
 def _divided(value: DTensor, parameter: torch.Tensor) -> tuple[object, ...]:
@@ -979,6 +1005,8 @@ def _restore_optimizer(stored: dict[str, Any], wrapper: AcceleratedOptimizer) ->
         del wrapper.state[key]
     for key, value in _cloned(stored["named"]).items():
         wrapper.state[key] = _on_device_of(named.get(key), value)
+    if stored["others"]:
+        wrapper.optimizer.load_state_dict({**wrapper.optimizer.state_dict(), **_cloned(stored["others"])})
     wrapper.steps, wrapper._was_skipped, wrapper.is_stepping = stored["steps"], stored["skipped"], False
 
 
@@ -993,21 +1021,31 @@ def _restored(live: Any, stored: Any, parameter: torch.Tensor, device: torch.dev
     is_shard = isinstance(stored, tuple) and len(stored) == 3 and stored[0] == _SHARDED
     tensor = stored[1] if is_shard else stored
     if not isinstance(tensor, torch.Tensor):
-        # Copies of tensors in lists and dicts: the stored ones lie in memory that a later snapshot overwrites.
-        return torch.utils._pytree.tree_map_only(torch.Tensor, lambda inner: inner.to(device, copy=True), stored)
+        # Copies of the tensors in lists, dicts and other objects: the stored ones lie in memory that a later snapshot
+        # overwrites.
+        return torch.utils._pytree.tree_map_only(torch.Tensor, lambda inner: inner.to(device), _cloned(stored))
     if isinstance(live, torch.Tensor) and local_part(live).shape == tensor.shape and live.dtype == tensor.dtype:
         local_part(live).copy_(tensor)
         return live
-    copy = tensor.to(device, copy=True)
+    copied = tensor.to(device, copy=True)
     if is_shard and isinstance(parameter, DTensor):
         # Not by `as_dtensor`, which returns the parameter itself for an empty shard.
         placements, shape, stride = stored[2] or (parameter.placements, parameter.shape, parameter.stride())
-        return DTensor.from_local(copy, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)
-    return copy
+        return DTensor.from_local(
+            copied, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+    return copied
 
 
-def _cloned(value: Any) -> Any:  # noqa: ANN401 - any state
-    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, value)
+def _cloned(value: _T) -> _T:
+    """Return a copy with tensors of its own, wherever they are in the value."""
+    file = io.BytesIO()
+    pickler = _SnapshotPickler(file)
+    pickler.dump(value)
+    unpickler = _Unpickler(io.BytesIO(file.getvalue()), pickler.tensors)
+    unpickler.copies = True
+    copied: _T = unpickler.load()
+    return copied
 
 
 def steps_made() -> int:

@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from rankbook.checkpoint.loading import load, load_metadata, prepare_load
 from rankbook.checkpoint.local_state import local_state_of
 from rankbook.checkpoint.saving import save_aside
-from rankbook.checkpoint.state_dict.models import load_sharded_state_dicts, sharded_state_dicts
+from rankbook.checkpoint.state_dict.models import clean_name, load_sharded_state_dicts, sharded_state_dicts
 from rankbook.checkpoint.state_dict.state_dicts import local_part
 from rankbook.checkpoint.storage.backends import LocalStorage
 from rankbook.checkpoint.storage.steps import CheckpointLocation
@@ -62,6 +62,8 @@ def find_problem(world_size: int) -> str:
     try:
         for strategy, wrapped in prepared.prepared_models():
             _check_model(strategy, wrapped, world_size)
+        for _, raw in sharded_models().values():
+            _check_state_dict(raw)
         for loader in prepared.registered("loader").values():
             _check_loader(loader, world_size)
         for item in prepared.registered("custom").values():
@@ -85,6 +87,17 @@ def _check_model(strategy: Strategy, wrapped: nn.Module, world_size: int) -> Non
         )
     if strategy.setup.parallelism is not None:
         strategy.setup.parallelism.fitted_to(world_size)
+
+
+def _check_state_dict(raw: nn.Module) -> None:
+    stored = {clean_name(raw, name) for name in raw.state_dict()}
+    names = (clean_name(raw, name) for name, item in raw.named_parameters() if isinstance(item, DTensor))
+    if missing := [name for name in names if name not in stored]:
+        raise InvalidArgument(
+            f"the state_dict() of {type(raw).__name__} leaves out {', '.join(missing[:3])}"
+            f"{' and more' if len(missing) > 3 else ''}, whose shards would be lost: remove the hook or the method that "
+            "leaves them out"
+        )
 
 
 def _check_loader(loader: Any, world_size: int) -> None:  # noqa: ANN401 - any loader
