@@ -12,10 +12,12 @@ import contextlib
 import os
 import re
 import statistics
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
+from IPython.core.getipython import get_ipython
 from IPython.display import display
 
 from rankbook.coordinator.cluster import Cluster
@@ -23,7 +25,7 @@ from rankbook.coordinator.running_cell import RunningCell, Sink, StatusHeader
 from rankbook.coordinator.wait import Ask
 from rankbook.errors import CellError, CellTimeout, RankbookError
 from rankbook.formatting import format_3g, format_duration
-from rankbook.magics.output_panel import JupyterSink
+from rankbook.magics.output_panel import JupyterSink, OutputWidgetSink, output_widget_sink
 from rankbook.output.cell_result import CellResult, describe_errors
 from rankbook.output.merger import RichOutput, Stream
 from rankbook.protocol.telemetry import RankPlacement
@@ -112,6 +114,9 @@ class CellHandle:
         # only within its cluster.
         self._display_id = f"rankbook-handle-{cluster.key}-{cell.cell}"
         self._displayed: tuple[str, str] | None = None  # the text and the state of the latest display
+        # `Output` widgets that show the running cell. They ignore the update at its end.
+        self._output_widgets: list[OutputWidgetSink] = []
+        self._lock = threading.Lock()
         self._reported = False
         self._failed: bool | None = None  # None until the cell has ended
         self._raised = False  # whether `wait` has raised the cell's error
@@ -199,6 +204,16 @@ class CellHandle:
             if displayed != self._displayed:
                 self._displayed = displayed
                 self._sink.emit([output])
+        self._show_end_in_output_widgets()
+
+    def _show_end_in_output_widgets(self) -> None:
+        """Append the handle to the `Output` widgets that show it, once the cell has ended."""
+        if self._cell.result is None:
+            return
+        with self._lock:
+            sinks, self._output_widgets = self._output_widgets, []
+        for sink in sinks:
+            sink.emit([self._output()[0]])
 
     def _show_again(self) -> None:
         """Display the handle again after a rank has cleared the output of its cell."""
@@ -213,6 +228,9 @@ class CellHandle:
         output, displayed = self._output()
         display(output.data, metadata=output.metadata, raw=True, display_id=output.display_id)
         self._displayed = displayed
+        if displayed[1] == "active" and (shell := get_ipython()) and (sink := output_widget_sink(shell)):
+            with self._lock:
+                self._output_widgets.append(sink)
         self._update()  # a change during the display reached only the earlier displays
 
     def _output(self, *, update: bool = False) -> tuple[RichOutput, tuple[str, str]]:

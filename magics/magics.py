@@ -124,7 +124,7 @@ class DistributedMagics(Magics):
         file = self._prepare_debugger(ranks, head + cell)
         # All ranks would show the same text, each when it comes to it.
         code, question = (cell, "") if chosen.background else completion.split_question(cell)
-        has_status_line = is_shown and not chosen.background and isinstance(sink, JupyterSink)
+        has_status_line = is_shown and not chosen.background and isinstance(sink, JupyterSink) and sink.shows_live
         # An interrupt between submission and wait would leave a running cell that nothing waits for. It is deferred,
         # and `wait` forwards it to the ranks.
         with deferred_interrupts() as interrupts:
@@ -204,6 +204,7 @@ class DistributedMagics(Magics):
             return None
         from rankbook.magics.output_panel import Panel
 
+        sink.shows_live = True  # the panel is a widget, which changes wherever it is displayed
         return Panel(sink, number, ranks, view or self._output_view, cluster_key)
 
     def _cluster(self) -> Cluster:

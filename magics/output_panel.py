@@ -1,8 +1,8 @@
 """Publish a cell's output in the notebook: the panel with the output by rank, sinks, and input prompts.
 
 `Panel` shows the output by rank: a live widget while the cell runs, replaced by static HTML when the cell ends. The
-HTML and the widget's messages are in widgets/output_panel.py. `JupyterSink`, `TerminalSink` and `CapturedSink` publish
-merged output, `sink_for` and `ask_for` choose the sink and the prompt of the running front end.
+HTML and the widget's messages are in widgets/output_panel.py. `JupyterSink`, `OutputWidgetSink`, `TerminalSink` and
+`CapturedSink` publish merged output, `sink_for` and `ask_for` choose the sink and the prompt of the running front end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from threading import Lock, RLock, Thread, current_thread
+from threading import Lock, RLock, Thread, Timer, current_thread
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.displaypub import CapturingDisplayPublisher
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from rankbook.widgets.live_view import LiveView
+
+_LATE_INTERVAL = 1.0
+"""Seconds between two additions to an `Output` widget's state, which is sent as a whole. The front end needs some of
+them to report what the widget has captured."""
 
 
 class Panel:
@@ -101,7 +105,8 @@ class Panel:
             # The driver keeps the last cells, and so this panel; the widget has its whole HTML.
             widget, self._widget = self._widget, None
             if widget is not None:
-                self._sink.emit([RichOutput(dict(widget.end(blocks)), {}, self._name, update=True)])
+                update = getattr(self._sink, "updates_displays", True)
+                self._sink.emit([RichOutput(dict(widget.end(blocks)), {}, self._name, update=update)])
 
     def _show_below(self, key: int, ranks: tuple[int, ...], data: Mapping[str, Any]) -> None:
         """Display output below the panel with its ranks: a widget, or output that is late.
@@ -241,8 +246,11 @@ class JupyterSink:
     """Publish output into one cell of a Jupyter front end, from any thread, also after the cell has ended.
 
     `number`: publish the ranks' results as the cell's own, `Out[number]`; None: as displays. `views`: the views that
-    the cell has asked for.
+    the cell has asked for. `updates_displays`: the front end changes a display when an update of it is published.
     """
+
+    shows_live = True
+    updates_displays = True
 
     def __init__(self, kernel: Any, number: int | None = None) -> None:  # noqa: ANN401 - an ipykernel Kernel, whose types are loose
         self.kernel = kernel
@@ -263,13 +271,87 @@ class JupyterSink:
                 continue
             if isinstance(item, ClearOutput):
                 self.views.output_cleared()
-            kind, content = as_message(item, self._number)
-            # Not IPython's `display`: that would use the parent of the current thread, and output arrives on the driver
-            # thread. A session may send from any thread through ipykernel's iopub socket.
-            self._session.send(self._socket, kind, content, parent=self.parent, ident=kind.encode())
+            self._send(item)
             if isinstance(item, ClearOutput):
                 for callback in self.on_clear:
                     callback()
+
+    def _send(self, item: Emit) -> None:
+        kind, content = as_message(item, self._number)
+        # Not IPython's `display`: that would use the parent of the current thread, and output arrives on the driver
+        # thread. A session may send from any thread through ipykernel's iopub socket.
+        self._session.send(self._socket, kind, content, parent=self.parent, ident=kind.encode())
+
+
+class OutputWidgetSink(JupyterSink):
+    """Publish the output of a cell that an `ipywidgets.Output` captures, as in `with output:` of a button's callback.
+
+    The widget ignores updates of the displays in it, so that nothing is shown live. After the `with` block, as from a
+    background cell, the front end drops messages of the callback: output is then added to the widget's state.
+    """
+
+    shows_live = False
+    updates_displays = False
+    _late_lock = Lock()  # one for all sinks, as several may add to the same widget
+
+    def __init__(self, kernel: Any, number: int | None, widget: Any) -> None:  # noqa: ANN401 - an ipykernel Kernel and an Output
+        super().__init__(kernel, number)
+        self._widget = widget
+        self._late: list[Emit] = []
+        self._late_displays: dict[str, dict[str, Any]] = {}
+
+    def _send(self, item: Emit) -> None:
+        # The same display may also be shown outside of the widget, where an update changes it.
+        is_update = isinstance(item, RichOutput) and item.update
+        if is_update or self._widget.msg_id == _message_id(self.parent):
+            super()._send(item)
+            return
+        with self._late_lock:
+            self._late.append(item)
+            if len(self._late) == 1:
+                timer = Timer(_LATE_INTERVAL, self._add_late)
+                timer.daemon = True
+                timer.start()
+
+    def _add_late(self) -> None:
+        with self._late_lock:
+            late, self._late = self._late, []
+            outputs = list(self._widget.outputs)
+            for item in late:
+                if isinstance(item, ClearOutput):
+                    outputs.clear()
+                    continue
+                kind, content = as_message(item)
+                display_id = content.pop("transient", {}).get("display_id")  # a part of messages only
+                output = {"output_type": kind, **content}
+                if display_id is not None:
+                    # The end of a panel replaces its widget, which is closed.
+                    if (earlier := self._late_displays.get(display_id)) in outputs:
+                        outputs.remove(earlier)
+                    self._late_displays[display_id] = output
+                outputs.append(output)
+            self._widget.outputs = tuple(outputs)
+
+
+def output_widget_sink(shell: InteractiveShell, number: int | None = None) -> OutputWidgetSink | None:
+    """Return a sink for the `ipywidgets.Output` that captures the running cell; None if there is no such widget."""
+    # Not imported here: a notebook that has not done so has no such widget.
+    module = sys.modules.get("ipywidgets.widgets.widget_output")
+    kernel = getattr(shell, "kernel", None)
+    message_id = "" if kernel is None or module is None else _message_id(kernel.get_parent("shell"))
+    if module is None or not message_id:
+        return None
+    base = sys.modules["ipywidgets.widgets.widget"]
+    widgets = base._instances if hasattr(base, "_instances") else base.Widget.widgets  # the latter before ipywidgets 8
+    # The newest first: it is the innermost one, unless the user has nested them in another order.
+    for widget in reversed(list(widgets.values())):
+        if isinstance(widget, module.Output) and widget.msg_id == message_id:
+            return OutputWidgetSink(kernel, number, widget)
+    return None
+
+
+def _message_id(parent: Mapping[str, Any] | None) -> str:
+    return str((parent or {}).get("header", {}).get("msg_id", ""))
 
 
 def as_message(item: Emit, number: int | None = None) -> tuple[str, dict[str, Any]]:
@@ -411,7 +493,7 @@ def sink_for(
     publisher = shell.display_pub if isinstance(shell.display_pub, CapturingDisplayPublisher) else None
     if publisher is not None or _is_redirected(sys.stdout) or _is_redirected(sys.stderr):
         return CapturedSink(kernel, number, publisher)
-    return JupyterSink(kernel, number)
+    return output_widget_sink(shell, number) or JupyterSink(kernel, number)
 
 
 def ask_for(shell: InteractiveShell) -> Ask:

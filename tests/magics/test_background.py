@@ -215,6 +215,20 @@ def test_the_handle_is_displayed_again_after_a_clear_and_then_followed():
     assert displays[0]["transient"] == displays[1]["transient"]
 
 
+def test_in_an_output_widget_the_ended_handle_is_shown_below(notebook, gate):
+    notebook.ok("import ipywidgets\nfrom IPython.display import display\nout = ipywidgets.Output()")
+    code = f"{gate.wait}\nprint(1)"
+    run = f"handle = get_ipython().run_cell_magic('distributed', '--background', {code!r})"
+    outcome = notebook.ok(f"with out:\n    {run}\n    display(handle)")
+    assert state(outcome).endswith("running")
+    gate.open()
+    notebook.ok("handle.wait()")
+    shown = "[output.get('text') or output['data']['text/plain'] for output in out.outputs]"
+    notebook.ok("import time\nfor attempt in range(500): len(out.outputs) < 2 and time.sleep(0.01)")
+    printed, end = eval(value(notebook, shown))
+    assert (printed, " ok after " in end) == ("[0-1] 1\n", True)
+
+
 @pytest.mark.parametrize(
     ("status", "stopped", "states"),
     [

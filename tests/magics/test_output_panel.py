@@ -8,14 +8,15 @@ import sys
 from threading import Event
 from types import SimpleNamespace
 
+import ipywidgets
 import pytest
 from IPython.core.displaypub import CapturingDisplayPublisher, DisplayPublisher
 from IPython.utils.capture import capture_output
 
-from rankbook.magics import views
+from rankbook.magics import output_panel, views
 from rankbook.magics.magics import _is_called_by_code
-from rankbook.magics.output_panel import CapturedSink, Panel, RequestedViews, sink_for
-from rankbook.output.merger import OutputMerger, RichOutput, Stream
+from rankbook.magics.output_panel import CapturedSink, JupyterSink, OutputWidgetSink, Panel, RequestedViews, sink_for
+from rankbook.output.merger import ClearOutput, OutputMerger, RichOutput, Stream
 from rankbook.protocol import RESULT
 from rankbook.protocol.messages import Display, Text
 from tests.conftest import Gate, wait_until
@@ -399,6 +400,62 @@ def test_what_is_not_captured_goes_to_the_front_end(front_end, tmp_path):
         sink_for(front_end).emit(items)
     assert front_end.sent[3:] == [("stream", {"name": "stdout", "text": "[0] text\n"})]
     assert len(front_end.display_pub.outputs) == 1
+
+
+@pytest.fixture
+def output_widget(front_end):
+    """Return a widget that captures the output of the running cell, as in `with widget:`."""
+    widget = ipywidgets.Output()
+    front_end.kernel.get_parent = lambda _: {"header": {"msg_id": "click"}}
+    widget.msg_id = "click"
+    yield widget
+    widget.close()
+
+
+def test_only_an_output_widget_that_captures_this_cell_is_found(front_end, output_widget):
+    sink = sink_for(front_end)
+    assert isinstance(sink, OutputWidgetSink) and not sink.shows_live
+    sink.emit([Stream("stdout", "text\n")])
+    assert front_end.sent == [("stream", {"name": "stdout", "text": "text\n"})]
+    for message_id in ("another", ""):
+        output_widget.msg_id = message_id
+        assert type(sink_for(front_end)) is JupyterSink
+    output_widget.msg_id = "click"
+    output_widget.close()
+    assert type(sink_for(front_end)) is JupyterSink
+
+
+def test_output_after_the_end_of_the_capture_is_added_to_the_widget(front_end, output_widget, monkeypatch):
+    monkeypatch.setattr(output_panel, "_LATE_INTERVAL", 0.01)
+    sink, shown = sink_for(front_end, 3), {"output_type": "stream", "name": "stdout", "text": "clicked\n"}
+    output_widget.outputs = (shown,)  # set by the front end
+    output_widget.msg_id = ""
+    sink.emit([Stream("stdout", "late\n"), RichOutput({"text/plain": "a widget"}, {}, "panel")])
+    late = {"output_type": "stream", "name": "stdout", "text": "late\n"}
+    wait_until(lambda: len(output_widget.outputs) == 3, timeout=10, what="the widget shows the late output")
+    sink.emit([RichOutput({"text/plain": "of a rank"}, {}, "d", update=True)])
+    assert [kind for kind, _ in front_end.sent] == ["update_display_data"], "for the same display elsewhere"
+    sink.emit([RichOutput({"text/plain": "its end"}, {RESULT: True}, "panel")])
+    end = {"output_type": "display_data", "data": {"text/plain": "its end"}, "metadata": {}}
+    wait_until(lambda: output_widget.outputs[2:] == (end,), timeout=10, what="the end replaces the panel")
+    assert output_widget.outputs == (shown, late, end)
+    sink.emit([ClearOutput(wait=True), Stream("stdout", "new\n")])
+    wait_until(lambda: [o.get("text") for o in output_widget.outputs] == ["new\n"], timeout=10, what="a clear")
+
+
+IN_OUTPUT = """import ipywidgets
+with ipywidgets.Output(): get_ipython().run_cell_magic('distributed', {!r}, {!r})"""
+LIVE = "import time\nprint('loading ...', end='', flush=True)\ntime.sleep(1.5)\nprint(' done')"
+
+
+def test_in_an_output_widget_a_cell_updates_no_display(notebook):
+    outcome = notebook.ok(IN_OUTPUT.format("", LIVE))
+    assert outcome.text == "[0-1] loading ... done\n", "neither a status line nor an unfinished line"
+    outcome = notebook.ok(IN_OUTPUT.format("--view tabs", LIVE))
+    kinds = [message["msg_type"] for message in outcome.messages]
+    assert "update_display_data" not in kinds
+    assert WIDGET in outcome.displays[0], "the panel is live"
+    assert "loading ... done" in by_rank(outcome.displays[-1]["text/html"])[1]
 
 
 def test_capture_around_a_cell_for_the_ranks_keeps_its_output(notebook):

@@ -36,3 +36,19 @@ def count_bytes(sizes: dict[str, int]) -> tuple[int, int]:
 def test_replicas_are_handed_over_once(layout):
     results = run_ranks(count_bytes, 4, LAYOUTS[layout])
     assert sum(handed for handed, _ in results) == results[0][1]
+
+
+def find_problem_without_state() -> str:
+    net = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    net.register_state_dict_post_hook(lambda _, state, __, ___: state.__delitem__("0.weight"))
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_shard_size=2))
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    problem = resize.find_problem(3)
+    assert model is not None and optimizer is not None
+    return problem
+
+
+@pytest.mark.slow
+def test_a_model_whose_state_dict_leaves_shards_out_is_refused():
+    expected = "the state_dict() of Sequential leaves out 0.weight, whose shards would be lost: "
+    assert all(problem.startswith(expected) for problem in run_ranks(find_problem_without_state, 2))

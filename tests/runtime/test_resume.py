@@ -334,3 +334,103 @@ def test_another_number_of_ranks_loads_in_the_middle_of_an_epoch(tmp_path, kind,
         for samples, loaded, following in run_ranks(train_from, after, folder, kind, None, timeout=240):
             assert sorted(first + samples) == list(range(37))
             assert loaded == saved and sorted(following) == list(range(37))
+
+
+def samples_of(batches):
+    return [row[0] for batch in batches for row in batch.tolist()]
+
+
+def test_a_generator_that_is_seeded_in_every_epoch_gives_the_order_of_a_run_that_goes_on():
+    def epoch(loader, generator, number):
+        generator.manual_seed(1000 + number)
+        return samples_of(loader)
+
+    def make():
+        generator = torch.Generator()
+        return prepare_data_loader(DataLoader(Augmented(), 4, shuffle=True, generator=generator)), generator
+
+    first = make()
+    epoch(*first, 0)
+    state = first[0].state_dict()
+    again = make()
+    again[0].load_state_dict(state)
+    assert torch.equal(again[1].get_state(), state["generator"]), "restored at once"
+    assert [epoch(*again, number) for number in (1, 2)] == [epoch(*first, number) for number in (1, 2)]
+
+
+def test_a_resumed_pass_leaves_a_shared_generator_to_a_loader_that_was_saved_after_its_pass():
+    def make():
+        generator = torch.Generator().manual_seed(8)
+        rng._last_seed = None
+        return [prepare_data_loader(DataLoader(Augmented(), 4, shuffle=True, generator=generator)) for _ in range(2)]
+
+    first, again = make(), make()
+    running = iter(first[0])
+    next(running)
+    samples_of(first[1])
+    for loader, state in zip(again, [loader.state_dict() for loader in first], strict=True):
+        loader.load_state_dict(state)
+    resumed = iter(again[0])
+    assert next(resumed).tolist() == next(running).tolist()
+    assert samples_of(again[1]) == samples_of(first[1])
+
+
+@pytest.mark.parametrize("before", [None, 0])
+def test_a_seed_that_is_set_after_a_load_counts_from_the_next_epoch_on(before):
+    def make():
+        rng._last_seed = None
+        if before is not None:
+            set_seed(before)
+        return prepare_data_loader(DataLoader(Augmented(), 2, shuffle=True))
+
+    first = make()
+    begun = [row[0] for batch in take_batches(first, 4) for row in batch]
+    again = make()
+    again.load_state_dict(first.state_dict())
+    set_seed(1)
+    assert sorted(begun + samples_of(again)) == list(range(24))
+    following = samples_of(again)
+    other = prepare_data_loader(DataLoader(Augmented(), 2, shuffle=True))
+    other.set_epoch(1)
+    del again, first
+    set_seed(1)
+    assert following == samples_of(other)
+
+
+@pytest.mark.parametrize("data", [Augmented, AugmentedStream])
+@pytest.mark.parametrize("own_generator", [False, True], ids=["ours", "own-generator"])
+def test_a_loop_that_goes_on_after_a_load_keeps_its_position(data, own_generator):
+    own_generator = own_generator and data is Augmented
+    loader = fresh(data(), 2, 1, own_generator=own_generator)
+    finished, epoch = loader.state_dict(), []
+    with pytest.warns(UserWarning, match="at the load goes on, after batch 4 of epoch 0"):  # noqa: PT031
+        for number, batch in enumerate(loader, 1):
+            epoch.append(batch.tolist())
+            if number == 2:
+                saved = loader.state_dict()
+            if number == 4:
+                loader.load_state_dict(finished)
+                loader.load_state_dict(saved)
+            if number == 5:
+                later = loader.state_dict()
+    assert loader.parts.tickets.current.run == loader.position.run, "`seen` and the number of samples are of this pass"
+    assert (len(epoch), later["batches"], later["samples"], loader.iteration) == (6, 5, 20, 1)
+    again = fresh(data(), 2, 1, own_generator=own_generator)
+    again.load_state_dict(later)
+    assert [row[0] for row in next(iter(again)).tolist()] == [row[0] for row in epoch[5]]
+    assert len(list(loader)) == 6
+
+
+@pytest.mark.parametrize("at", [4, 6])
+def test_a_loop_that_ends_after_a_load_is_followed_by_the_loaded_position(at):
+    loader, epoch = fresh(Augmented(), 2, 1), []
+    for number, batch in enumerate(loader, 1):
+        epoch.append(batch.tolist())
+        if number == 2:
+            saved = loader.state_dict()
+        if number == at:
+            loader.load_state_dict(saved)
+            if at == 4:
+                break
+    rest = [batch.tolist() for batch in loader]
+    assert len(rest) == 4 and rest[: at - 2] == epoch[2:]

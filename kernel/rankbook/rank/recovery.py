@@ -470,11 +470,7 @@ class _Reducer:
                 return make, arguments, {**attributes, **state}, *rest
             return reduction
         if attributes is not None:
-            kind: Any = type(value)
-            if kind.__setstate__.__module__.startswith("torch."):
-                state = attributes, hasattr(kind.step, "hooked")
-                return object.__new__, (kind,), state, None, None, _set_optimizer
-            return object.__new__, (kind,), attributes
+            return _reduce_optimizer(type(value), attributes)
         if isinstance(value, torch.Tensor):
             placements = getattr(value, "placements", ())
             if any(not placement.is_replicate() for placement in placements):
@@ -487,6 +483,12 @@ class _Reducer:
         if not self._with_data and type(value) is torch.Generator and value.device.type != "cpu":
             return int, ()
         return NotImplemented
+
+
+def _reduce_optimizer(kind: Any, attributes: dict[str, Any]) -> tuple[Any, ...]:  # noqa: ANN401 - a class
+    if not kind.__setstate__.__module__.startswith("torch."):  # the user's own
+        return object.__new__, (kind,), attributes
+    return object.__new__, (kind,), (attributes, hasattr(kind.step, "hooked")), None, None, _set_optimizer
 
 
 def _set_optimizer(optimizer: torch.optim.Optimizer, state: tuple[dict[str, Any], bool]) -> None:

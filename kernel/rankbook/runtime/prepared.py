@@ -217,7 +217,7 @@ def report_model(name: str, model: nn.Module, context: PrepareContext, *, wrappe
         telemetry.Prepared(
             kind="model",
             name=name,
-            class_name=_class_name(model),
+            class_name=own_class_name(model),
             wrapper=wrapper,
             parameters=sum(parameter.numel() for parameter in parameters),
             trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
@@ -292,7 +292,7 @@ def _layout(parameters: list[nn.Parameter]) -> dict[str, int]:
     )
 
 
-def _class_name(model: nn.Module) -> str:
+def own_class_name(model: nn.Module) -> str:
     """Return the name of the model's own class, rather than of the subclass that `fully_shard` creates."""
     # `fully_shard` makes a class FSDPLinear of FSDPModule and Linear. By name, since FSDP2 is imported only when used.
     return next(

@@ -94,9 +94,9 @@ def _check_state_dict(raw: nn.Module) -> None:
     names = (clean_name(raw, name) for name, item in raw.named_parameters() if isinstance(item, DTensor))
     if missing := [name for name in names if name not in stored]:
         raise InvalidArgument(
-            f"the state_dict() of {type(raw).__name__} leaves out {', '.join(missing[:3])}"
-            f"{' and more' if len(missing) > 3 else ''}, whose shards would be lost: remove the hook or the method that "
-            "leaves them out"
+            f"the state_dict() of {prepared.own_class_name(raw)} leaves out {', '.join(missing[:3])}"
+            f"{' and more' if len(missing) > 3 else ''}, whose shards would be lost: remove the hook or the method "
+            "that leaves them out"
         )
 
 

@@ -171,6 +171,8 @@ class PreparedLoader(DataLoader[Any]):
     _rest_after: tuple[EarlierDeal, ...] = ()
     # The epoch that `set_epoch` has told a map-style dataset of already.
     _told_epoch: int | None = None
+    # What `load_state_dict` has replaced: the attributes of `tickets`, and the state of the generator.
+    _before_load: tuple[dict[str, Any], torch.Tensor | None] | None = None
 
     def _setup(self, parts: LoaderParts, position: ReadPosition | None = None, skip_batches: int = 0) -> None:
         self.parts = parts
@@ -317,7 +319,7 @@ class PreparedLoader(DataLoader[Any]):
             raise InvalidArgument("expected no loop over this loader: pass batch=… inside of a loop")
         generator = self.parts.generator
         state = None if generator is None else generator.get_state()
-        owners = (self.position, self.parts.tickets, *_restoring_alike(self))
+        owners = (self.position, self.parts.tickets, *_sharing_generator(self))
         kept = [(owner, dict(vars(owner))) for owner in owners]
         own = {name: self.__dict__[name] for name in _PASS_ATTRIBUTES if name in self.__dict__}
         batches = iter(self)
@@ -365,9 +367,20 @@ class PreparedLoader(DataLoader[Any]):
         With another number of ranks, the rest of the epoch consists of the samples that no rank has had, each once. Its
         last batches may be smaller. If the loader cannot find these samples, it starts the epoch anew and warns. Raises
         `InvalidArgument` for what is not a state of a loader.
+
+        Leave a loop over this loader with `break` before or after the call. A loop that goes on keeps its position, and
+        warns.
         """
         parts, position = self.parts, self.position
+        is_first_load = position.replaced is None
         position.load_state_dict(state_dict, parts.num_processes, parts.total_rows, last_seed())
+        generator = parts.generator
+        # After a finished pass, the generator is restored at once: the user may seed it before the next pass.
+        loaded = None if position.restore else position.generator
+        if is_first_load:
+            self._before_load = dict(vars(parts.tickets)), None if generator is None else generator.get_state()
+        if generator is not None and loaded is not None:
+            generator.set_state(loaded)
         parts.tickets.forget_pass()
         _loaded.add(self)
         if position.seed is not None and parts.options is not None and parts.data_seed is None:
@@ -414,6 +427,10 @@ class PreparedLoader(DataLoader[Any]):
                         if last:
                             self._end(share, batch)
                     yield batch
+                    # After its last batch the loop ends, and the next one begins at the loaded position.
+                    replaced = position.replaced
+                    if replaced is not None and position.run == run and not replaced.finished:
+                        self._keep_running_pass(replaced)
                 if position.run == run and not position.finished:  # this rank had no batch at all
                     self._end(None)
                 if state.initialized:  # it may have been reset while this generator was alive
@@ -426,6 +443,24 @@ class PreparedLoader(DataLoader[Any]):
                     position.is_over = True
                     if window.after_partner_ended is not None:
                         window.after_partner_ended(position)
+
+    def _keep_running_pass(self, replaced: ReadPosition) -> None:
+        """Discard the loaded position, since the loop that was running at the load goes on. Warns."""
+        parts, position = self.parts, self.position
+        vars(position).update(vars(replaced))
+        if self._before_load is not None:  # None if a loader from `skip_first_batches` has loaded the state
+            attributes, generator_state = self._before_load
+            vars(parts.tickets).update(attributes)
+            if parts.generator is not None and generator_state is not None:
+                parts.generator.set_state(generator_state)
+        if position.seed is not None and parts.options is not None and parts.data_seed is None:
+            note_loader_seed(position, position.seed)
+        warnings.warn(
+            "the position of the loader is not restored: the loop that was running at the load goes on, after batch "
+            f"{position.delivered} of epoch {position.epoch}; to continue at the loaded position, leave the loop with "
+            "break and begin another one",
+            stacklevel=3,
+        )
 
     def _end(self, share: RoundPadding | None, batch: object = None) -> None:
         self.end_of_dataloader = self.position.finished = True
@@ -449,16 +484,17 @@ class PreparedLoader(DataLoader[Any]):
     def _begin(self) -> None:
         """Agree with the other ranks on seed, epoch, position and random states of the pass, and start its requests.
 
-        The seed is the first of: `data_seed`, the seed of the earlier passes (unless `set_seed` was called since), and
-        one from the seed of this run that no other loader has, see `loader_seed`. With `synchronized`, rank 0's values
-        are used on all ranks.
+        The seed is the first of: `data_seed`, the seed of the earlier passes (unless `set_seed` was called since, which
+        counts from the next epoch on if the pass is continued in the middle), and one from the seed of this run that no
+        other loader has, see `loader_seed`. With `synchronized`, rank 0's values are used on all ranks.
         """
         parts, position = self.parts, self.position
+        self._before_load = None
         # Which seed. A loader keeps the seed of its first pass, so that epochs differ by their number alone and a
         # checkpoint needs one seed. A later `set_seed` is an explicit wish for another one.
         if parts.data_seed is not None:
             seed = parts.data_seed
-        elif position.seed is not None and last_seed() in {None, position.seeded_by}:
+        elif position.seed is not None and (position.resumes or last_seed() in {None, position.seeded_by}):
             seed = position.seed
         else:
             # Loaders whose ranks the caller has chosen are the parts of one loader.
@@ -469,10 +505,7 @@ class PreparedLoader(DataLoader[Any]):
         generator = parts.generator
         # A resumed pass shuffles with the user's generator in the state that it had when the pass began.
         if generator is not None and position.restore and position.generator is not None:
-            generator.set_state(position.generator)
-            if not position.resumes:  # not the state at the start of a pass, that no other loader was saved in
-                for other in _restoring_alike(self):
-                    other.restore = False
+            _restore_late(self, generator, position.generator)
         # Ranks may have loaded different checkpoints, or have drawn different seeds. From here on all of them use rank
         # 0's values, so that their shares fit together.
         if parts.synchronized:
@@ -527,21 +560,31 @@ _loaded: weakref.WeakSet[PreparedLoader] = weakref.WeakSet()
 """The loaders that have loaded a state."""
 
 
-def _restoring_alike(loader: PreparedLoader) -> list[ReadPosition]:
-    """Return the positions of other loaders that would restore the state that `loader` restores in their generator.
-
-    The first pass restores it, and the following ones draw from what that leaves, as in a run without an interruption.
-    """
-    generator, state = loader.parts.generator, loader.position.generator
-    if generator is None or state is None:
+def _sharing_generator(loader: PreparedLoader) -> list[ReadPosition]:
+    """Return the positions of other loaders that have loaded a state and draw from the generator of `loader`."""
+    generator = loader.parts.generator
+    if generator is None:
         return []
     loaders = [other for other in tuple(_loaded) if other.parts.generator is generator]
-    others = [other.position for other in loaders if other.position is not loader.position]
-    return [
-        other
-        for other in others
-        if other.restore and not other.resumes and other.generator is not None and torch.equal(other.generator, state)
-    ]
+    return [other.position for other in loaders if other.position is not loader.position]
+
+
+def _restore_late(loader: PreparedLoader, generator: torch.Generator, state: torch.Tensor) -> None:
+    """Put the generator of `loader` into `state`, at the start of a pass.
+
+    This overwrites the state that loaders after a finished pass have restored at their load, so these restore it again.
+    The first of their passes does, and the following ones draw from what that leaves, as in a run without an
+    interruption.
+    """
+    generator.set_state(state)
+    for other in _sharing_generator(loader):
+        # `replaced` is None if it has begun a pass since the load.
+        if other.resumes or other.generator is None or other.replaced is None:
+            continue
+        if loader.position.resumes:
+            other.restore = True
+        elif torch.equal(other.generator, state):
+            other.restore = False
 
 
 # Two loaders that are read in turn, as in `zip(labelled, unlabelled)`. The loop is over when the shorter one has ended.

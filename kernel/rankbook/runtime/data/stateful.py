@@ -20,7 +20,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -292,6 +292,7 @@ class ReadPosition:
     `set_seed` causes a new seed. `start` is the round at which the pass has started. `left_untrained` is True if its
     loop was left early and has trained nothing. `partner_ended` is the number of batches that were delivered when the
     pass of a loader that is read in turn with this one ended; `is_over` is True if the loop was left then.
+    `replaced` is the position before `load_state_dict`, until the next pass begins.
     """
 
     seed: int | None = None
@@ -312,6 +313,7 @@ class ReadPosition:
     left_untrained: bool = False
     partner_ended: int = -1
     is_over: bool = False
+    replaced: ReadPosition | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass. A pending resume is kept if it is of the same epoch."""
@@ -340,7 +342,7 @@ class ReadPosition:
         self.seed, self.epoch, self.delivered, self.earlier = seed, epoch, skip, earlier
         self.finished, self.requested_epoch, self.restore = False, None, False
         self.start, self.left_untrained = skip, False
-        self.partner_ended, self.is_over = -1, False
+        self.partner_ended, self.is_over, self.replaced = -1, False, None
         self.start_anew()
         self.run += 1
 
@@ -380,6 +382,7 @@ class ReadPosition:
         if unknown:
             names = ", ".join(sorted(unknown))
             raise InvalidArgument(f"invalid loader state: missing {names}; pass a state that state_dict() returned")
+        self.replaced = self.replaced or replace(self)
         self.start_anew()
         self.seed, self.seeded_by = state["seed"], seeded_by
         # `next_epoch` adds one: a finished epoch is followed by the next one, an unfinished one is continued.
@@ -390,7 +393,7 @@ class ReadPosition:
         if not state["finished"]:
             self._resume(state, world_size, total_rows)
         self.generator = state.get("generator")
-        self.restore = self.generator is not None
+        self.restore = self.generator is not None and not state["finished"]
         self.reader = state.get("reader")
 
     def _resume(self, state: dict[str, Any], world_size: int, total_rows: int) -> None:
