@@ -727,6 +727,8 @@ def test_ranks_that_wait_for_one_that_cannot_form_the_group_are_interrupted():
     actions = state.handle(ev.CellDone(0, 1, regroup.cell, failed=True, reason="raised StartError"))
     assert [timer.step for timer in only(actions, act.StartTimer)] == ["interrupt", "abort", "release"]
     assert decided(state.handle(ev.TimerFired(regroup.cell, "interrupt"))) == [act.SendInterrupt(regroup.cell, (1, 2))]
+    aborted = act.SendAbort((1, 2), (), "rank 0 raised StartError")
+    assert decided(state.handle(ev.TimerFired(regroup.cell, "abort"))) == [aborted]
     state.handle(ev.CellDone(1, 1, regroup.cell, failed=True, reason="was interrupted"))
     actions = state.handle(ev.CellDone(2, 2, regroup.cell, failed=True, reason="was interrupted"))
     assert decided(actions) == [act.EndCell(regroup.cell, (), interrupted=False)]

@@ -523,15 +523,8 @@ class Driver:
         if cell is not None:
             cell.rank_done(rank, message, frames)
             self._flusher.add(message.cell)
-            # An internal cell has no output in which its error could be seen. `ClusterProcesses.launch` raises it, and
-            # the cells that need the group show it: they run all the same.
-            if cell.number < 0 and message.error is not None and message.status == "error":
-                self.start_errors[rank] = f"rank {rank}: {message.error.plain}"
-                reason = message.error.value.removeprefix("cannot form the process group: ")
-                for waiting in self.active_cells():
-                    waiting.note_once(f"the process group could not be formed: {reason}\n")
-            elif cell.number < 0 and message.status == "interrupted" and not self.start_errors:
-                self.start_errors[rank] = f"rank {rank} was interrupted while the process group was formed"
+            if cell.number < 0:
+                self._note_start_error(rank, message)
         failure, was_empty = describe_failure(message, cell), self.state.ranks[rank].empty
         self.post(
             ev.CellDone(
@@ -551,6 +544,23 @@ class Driver:
         # A late `Done` of a straggler: those who show the cell as still running must learn that it has ended.
         if cell is not None and cell.result is not None:
             cell.notify_change()
+
+    def _note_start_error(self, rank: int, message: Done) -> None:
+        """Note why a rank could not form the process group.
+
+        The internal cell has no output in which it could be seen. `ClusterProcesses.launch` raises it, and the cells
+        that need the group show it: they run all the same.
+        """
+        is_abort = message.error is not None and message.error.name == "CollectiveAborted"
+        if (is_abort or message.status == "interrupted") and self.start_errors:
+            return  # a consequence of the error of another rank
+        if message.status == "interrupted":
+            self.start_errors[rank] = f"rank {rank} was interrupted while the process group was formed"
+        elif message.error is not None:
+            self.start_errors[rank] = f"rank {rank}: {message.error.plain}"
+            reason = message.error.value.removeprefix("cannot form the process group: ")
+            for waiting in self.active_cells():
+                waiting.note_once(f"the process group could not be formed: {reason}\n")
 
     def _close_comm(self, rank: int, message: CommFromRank, frames: list[memoryview]) -> None:
         for cell in self.active_cells():

@@ -483,9 +483,10 @@ class ClusterState:
         if not ranks:
             return []
         lost_rank = min(self._lost_ranks(cell), default=None)
-        reason = (
-            _INTERRUPTED if lost_rank is None else f"rank {lost_rank} {self.ranks[lost_rank].loss or 'was restarted'}"
-        )
+        failed = next((f"rank {rank} {reason}" for rank, reason in cell.answers.items() if reason), _INTERRUPTED)
+        reason = failed if cell.internal else _INTERRUPTED
+        if lost_rank is not None:
+            reason = f"rank {lost_rank} {self.ranks[lost_rank].loss or 'was restarted'}"
         cell.aborted = True
         return [act.SendAbort(ranks, (), reason)]
 
@@ -528,11 +529,12 @@ class ClusterState:
         # If not all ranks have answered successfully, they may have started different numbers of collectives. A later
         # collective would then hang or pair up wrongly, so the group is formed anew.
         unsure = cell.failed or cell.interrupted or bool(cell.running) or len(cell.answers) < len(cell.ranks)
-        self._stale = self._stale or cell.aborted or (unsure and cell.collectives > 0 and not cell.internal)
+        # Not after an attempt to form it that has failed: see `_cell_done`.
+        self._stale = self._stale or (not cell.internal and (cell.aborted or (unsure and cell.collectives > 0)))
         broken = cell.aborted or any("CollectiveAborted" in answer for answer in cell.answers.values())
         # If a rank or its device is missing, the group is not formed before the rank is replaced.
         is_complete = self.live_ranks() == tuple(self.ranks) and not self._has_lost_device()
-        if (broken or mismatch) and is_complete:
+        if (broken or mismatch) and is_complete and not cell.internal:
             why = "collectives were aborted" if broken else "collectives did not match"
             notices.append(act.NotifyUser(cell.cell, f"{why}: {_REGROUPED}"))
         # A rank that is dead or still runs the cell has no place. `heal` is needed anyway, or can do nothing yet.

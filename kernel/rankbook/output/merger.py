@@ -176,12 +176,10 @@ class OutputHistory:
 
     def forget_widget(self, model_id: str) -> None:
         """Forget a widget whose model is closed: a front end could not show it again."""
-        self.entries = deque(
-            entry
-            for entry in self.entries
-            if entry.display is None or not is_view_of(entry.display.message.data, model_id)
-        )
-        self._size = sum(entry.size for entry in self.entries)
+        for entry in tuple(self.entries):
+            if entry.display is not None and is_view_of(entry.display.message.data, model_id):
+                self.entries.remove(entry)
+                self._size -= entry.size
 
     def _add(self, entry: HistoryEntry) -> None:
         self._size += entry.size

@@ -324,11 +324,13 @@ class RankSnapshots:
 
         The positions are noted only if the step has a snapshot.
         """
-        # A loop for an evaluation that has ended before is no part of the step.
+        # A loop for an evaluation that has ended before is no part of the step. By their positions, which a loader of
+        # `skip_first_batches` shares with the registered one.
+        active = [getattr(loader, "position", loader) for loader in GradientState().dataloader_references]
         self._looping = {
             serial
-            for serial in prepared.serials_of("loader", GradientState().dataloader_references)
-            if serial is not None
+            for serial, loader in prepared.registered("loader").items()
+            if any(getattr(loader, "position", loader) is position for position in active)
         }
         if (self.number + 1 - self._first_number) % self.every == 0:
             loaders, (_, before) = prepared.registered("loader"), self._progress
@@ -982,6 +984,12 @@ def restore_packed(packed: tuple[bytes, bytes]) -> None:
 
 
 def _restore_optimizer(stored: dict[str, Any], wrapper: AcceleratedOptimizer) -> None:
+    if stored["others"]:
+        # Before the state, which it may round to the dtype of the parameters, and for which it makes new groups.
+        optimizer, groups = wrapper.optimizer, wrapper.optimizer.param_groups
+        optimizer.load_state_dict({**optimizer.state_dict(), **_cloned(stored["others"])})
+        groups[:] = optimizer.param_groups
+        optimizer.param_groups = groups
     for group, options, values in zip(wrapper.param_groups, stored["groups"], stored["values"], strict=True):
         for name, option in _cloned(options).items():
             group[name] = _on_device_of(group.get(name), option)
@@ -1005,8 +1013,6 @@ def _restore_optimizer(stored: dict[str, Any], wrapper: AcceleratedOptimizer) ->
         del wrapper.state[key]
     for key, value in _cloned(stored["named"]).items():
         wrapper.state[key] = _on_device_of(named.get(key), value)
-    if stored["others"]:
-        wrapper.optimizer.load_state_dict({**wrapper.optimizer.state_dict(), **_cloned(stored["others"])})
     wrapper.steps, wrapper._was_skipped, wrapper.is_stepping = stored["steps"], stored["skipped"], False
 
 

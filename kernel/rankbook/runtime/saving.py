@@ -548,6 +548,10 @@ class _Creation(msgspec.Struct):
     created: str
 
 
+_SAME_SAVE = 2.0
+"""Seconds between the time in a manifest and that of its file, from which on the file is a copy."""
+
+
 def saved_at(folder: Path) -> tuple[float, float, int]:
     """Return the time at which a numbered checkpoint was saved, and its number, to sort by.
 
@@ -563,7 +567,7 @@ def saved_at(folder: Path) -> tuple[float, float, int]:
     except (OSError, ValueError, msgspec.DecodeError):  # damaged: a load reports that
         return written, written, number
     # `created` has whole seconds. The time of the file orders the saves within a second, unless the file is a copy.
-    return created, written if abs(written - created) < 2 else created, number
+    return created, written if abs(written - created) < _SAME_SAVE else created, number
 
 
 def number_after(project: ProjectConfiguration, folder: str) -> int:
