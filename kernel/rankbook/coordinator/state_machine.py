@@ -483,10 +483,12 @@ class ClusterState:
         if not ranks:
             return []
         lost_rank = min(self._lost_ranks(cell), default=None)
-        failed = next((f"rank {rank} {reason}" for rank, reason in cell.answers.items() if reason), _INTERRUPTED)
-        reason = failed if cell.internal else _INTERRUPTED
         if lost_rank is not None:
             reason = f"rank {lost_rank} {self.ranks[lost_rank].loss or 'was restarted'}"
+        elif cell.internal:  # a rank could not form the group
+            reason = next((f"rank {rank} {failure}" for rank, failure in cell.answers.items() if failure), _INTERRUPTED)
+        else:
+            reason = _INTERRUPTED
         cell.aborted = True
         return [act.SendAbort(ranks, (), reason)]
 

@@ -105,14 +105,13 @@ class ModuleFolder:
             sent.versions[name] = version
             return {name: b""}
         size = version[1]
-        limit = ""
         # A new version takes the place of the one before.
         others = sum(sent.sizes.values()) - sent.sizes.get(name, 0)
-        if size > MOST_FILE or others + size > MOST_HOST:
-            limit = f"{format_bytes(MOST_FILE)} is the limit" if size > MOST_FILE else f"{host} has the most it may get"
-            limit = f"{name} ({format_bytes(size)}) was not sent: {limit}; install it on the hosts"
-        if limit and name not in known:
-            self._say(name, version, limit)
+        is_too_large = size > MOST_FILE or others + size > MOST_HOST
+        limit = f"{format_bytes(MOST_FILE)} is the limit" if size > MOST_FILE else f"{host} has the most it may get"
+        refusal = f"{name} ({format_bytes(size)}) was not sent: {limit}; install it on the hosts"
+        if is_too_large and name not in known:
+            self._say(name, version, refusal)
             return {}
         try:
             content = (self._folder / name).read_bytes()
@@ -123,8 +122,8 @@ class ModuleFolder:
             sent.versions[name] = version
             sent.same.add(name)
             return {}
-        if limit:
-            self._say(name, version, limit)
+        if is_too_large:
+            self._say(name, version, refusal)
             return {}
         # The version of before the read: a change meanwhile is seen the next time.
         sent.versions[name] = version

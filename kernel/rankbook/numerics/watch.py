@@ -534,7 +534,6 @@ class NumberWatch:
             self._end_step()
         event = self._spoilt(touched)
         if self._any_rank(event is not None):
-            self._discard_gradients(touched)
             step = step_of(optimizer, self._steps.get(optimizer, 0), done=True)
             self._raise(at.RankReport(control_collectives.this_rank(), step, event), None)
         self._modules = {}
@@ -616,11 +615,10 @@ class NumberWatch:
             self._line or cell_line(),
             inputs is not None,
         )
-        self._discard_gradients(parameters)
         self._raise(report, inputs)
 
-    def _discard_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Discard the gradients of the step, also those of other optimizers.
+    def _discard_gradients(self) -> None:
+        """Discard the gradients of the step, of all optimizers.
 
         They would be added to those of the next backward pass, and be found there once more.
         """
@@ -628,11 +626,12 @@ class NumberWatch:
         others = [*self._steps, *(prepared.registered("optimizer").values() if prepared is not None else ())]
         held = [p for optimizer in others for group in optimizer.param_groups for p in group["params"]]
         passed = [p for module in self._live_modules() for p in module.parameters(recurse=False)]
-        for parameter in (*parameters, *held, *passed):
+        for parameter in (*held, *passed):
             parameter.grad = None
 
     def _raise(self, report: at.RankReport, inputs: tuple[Any, ...] | None) -> NoReturn:
         report = dataclasses.replace(report, statistics=self._spoilt_statistics())
+        self._discard_gradients()
         self._busy = True
         try:
             reports = control_collectives.gather_objects(report) if self._shared else [report]

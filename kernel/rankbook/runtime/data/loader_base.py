@@ -375,16 +375,14 @@ class PreparedLoader(DataLoader[Any]):
         is_first_load = position.replaced is None
         position.load_state_dict(state_dict, parts.num_processes, parts.total_rows, last_seed())
         generator = parts.generator
-        # After a finished pass, the generator is restored at once: the user may seed it before the next pass.
-        loaded = None if position.restore else position.generator
         if is_first_load:
             self._before_load = dict(vars(parts.tickets)), None if generator is None else generator.get_state()
-        if generator is not None and loaded is not None:
-            generator.set_state(loaded)
+        # After a finished pass, the generator is restored at once: the user may seed it before the next pass.
+        if generator is not None and position.generator is not None and not position.restore:
+            generator.set_state(position.generator)
         parts.tickets.forget_pass()
         _loaded.add(self)
-        if position.seed is not None and parts.options is not None and parts.data_seed is None:
-            note_loader_seed(position, position.seed)
+        self._note_seed()
         earlier = position.resume_after
         has_stream = parts.stateful and isinstance(parts.fetch, StatefulIterable) and position.reader is not None
         if not earlier or has_stream or parts.tickets.can_deal_rest(earlier):
@@ -453,14 +451,19 @@ class PreparedLoader(DataLoader[Any]):
             vars(parts.tickets).update(attributes)
             if parts.generator is not None and generator_state is not None:
                 parts.generator.set_state(generator_state)
-        if position.seed is not None and parts.options is not None and parts.data_seed is None:
-            note_loader_seed(position, position.seed)
+        self._note_seed()
         warnings.warn(
             "the position of the loader is not restored: the loop that was running at the load goes on, after batch "
             f"{position.delivered} of epoch {position.epoch}; to continue at the loaded position, leave the loop with "
             "break and begin another one",
             stacklevel=3,
         )
+
+    def _note_seed(self) -> None:
+        """Note the seed of the position, so that no other loader gets it."""
+        parts, position = self.parts, self.position
+        if position.seed is not None and parts.options is not None and parts.data_seed is None:
+            note_loader_seed(position, position.seed)
 
     def _end(self, share: RoundPadding | None, batch: object = None) -> None:
         self.end_of_dataloader = self.position.finished = True
